@@ -543,7 +543,7 @@ def replica(settings, device_type):
     trm = new_model(run_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    start.load_into(trm, train_set, device)
+    notes = checkpoint.load_first_weights(start, trm, train_set, device)
     restart_watchdog(settings.stall_timeout)
     run = Run(run_settings, trm, device, start.saved)
     run.restore_kept(start.saved)
@@ -555,7 +555,7 @@ def replica(settings, device_type):
     if not settings.eval_only:  # the run writes to out_dir
         opened = checkpoint.Checkpoints(start, run, train_set, test_set, puzzles.score, log.print0)
     with log, opened as checkpoints, errors.reporting_full_memory(run):
-        log.header(trm, train_set, test_set, [dtype_note, *start.notes])
+        log.header(trm, train_set, test_set, [dtype_note, *notes])
         if settings.eval_only:
             is_complete = final_evaluation(run, test_set, log, None, start.step)
         else:

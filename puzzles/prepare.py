@@ -18,7 +18,7 @@ import numpy as np
 from puzzles import Kind
 from puzzles.keys import keys_of
 from puzzles.text import check_text
-from puzzles.writer import new_dataset, refuse_existing, write_split
+from puzzles.writer import refuse_existing, write_dataset
 from runtime.errors import TransientError, UserError, check_choices
 from runtime.files import Progress
 
@@ -93,39 +93,34 @@ def distinct_rows(path, rows, several_answers=False):
         print(f"{path}: left out {num_repeated:,} rows whose question stands above")
 
 
-def read_puzzles(path, rows, kind, ignored=""):
+def read_puzzles(path, rows, kind):
     """Returns the puzzles of a file, questions and answers [2, n, cells].
 
     Args:
         path: the file.
         rows: an iterator of its rows as csv_rows yields them, with the columns question and answer.
         kind: the puzzles' Kind.
-        ignored: characters of answers for cells that do not count: there they become token 0.
 
     Raises UserError with the first line that is wrong, or else whose answer breaks a rule.
     """
-    # {name: {each symbol that it may have: its token}}
     tokens = dict(zip(kind.symbols[1:], range(1, 256)))
-    tables = {"question": tokens, "answer": tokens | dict.fromkeys(ignored, 0)}
-
     codes = bytearray()
     lines = []
     progress = Progress(f"reading {path}")
     for line, row in rows:
         lines.append(line)
-        for name, table in tables.items():
-            check_text(kind, row[name], "".join(table), f"{path}:{line}: the {name}")
-            codes += bytes(map(table.get, row[name]))
+        for name in "question", "answer":
+            check_text(kind, row[name], "".join(tokens), f"{path}:{line}: the {name}")
+            codes += bytes(map(tokens.get, row[name]))
         progress.add(1)
     puzzles = np.array(codes).reshape(-1, 2, kind.cells).swapaxes(0, 1).copy()
 
-    # complete answers must keep the rules
+    # the answers must keep the rules, if these are known
     for first in range(0, len(lines), ROWS):
         questions, answers = puzzles[:, first:first + ROWS]
         judgement = kind.judge(questions, answers)
         if judgement:
-            is_wrong = answers.all(axis=1) & ~judgement.solved
-            for i in np.flatnonzero(is_wrong):
+            for i in np.flatnonzero(~judgement.solved):
                 raise UserError(f"{path}:{lines[first + i]}: {kind.verdict(questions[i], answers[i])} (read "
                                 f"as a grid of {kind.rows}x{kind.columns})")
     return puzzles
@@ -287,9 +282,8 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         "test puzzles": test.shape[1],
     }
     manifest = kind.task | {"command": command_of(script, settings), "counts": counts}
-    with new_dataset(settings.output_dir, manifest) as folder:
-        write_split(f"{folder}/train", np.concatenate(blocks, axis=1), kind.task)
-        write_split(f"{folder}/test", test, kind.task)
+    splits = {"train": np.concatenate(blocks, axis=1), "test": test}
+    write_dataset(settings.output_dir, splits, len(kind.symbols), manifest)
     print_report(settings, config, counts)
     return settings.output_dir
 

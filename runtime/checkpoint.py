@@ -12,9 +12,9 @@ import os
 import re
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -85,55 +85,55 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
 # ---------------------------------------------------------------------------------------------------------
 # Where a run begins
 
-@dataclass
-class Start:
-    """What a run begins with, identical on all ranks; only rank 0 has saved and notes."""
+class Start(NamedTuple):
+    """What a run begins with, identical on all ranks but for saved, which only rank 0 has."""
     settings: object  # a checkpoint's where the command has assigned none; init_from: what the run began with
-    path: str = ""  # the checkpoint with its weights; "": new weights
-    is_resume: bool = False  # it goes on with the run of that checkpoint
-    run_id: str = ""  # of the run that is resumed
-    step: int = 0
-    evaluation: dict = field(default_factory=dict)  # the last one that was logged at this step
-    saved_settings: dict = field(default_factory=dict)  # of the run that is resumed or evaluated
-    saved: dict = field(default_factory=dict)  # what the checkpoint holds
-    notes: list = field(default_factory=list)  # lines for the log
+    path: str  # the checkpoint with its weights; "": new weights
+    is_resume: bool  # it goes on with the run of that checkpoint
+    run_id: str  # of the run that is resumed, or ""
+    step: int
+    evaluation: dict  # the last one that was logged at this step
+    saved_settings: dict  # of the run that is resumed or evaluated
+    saved: dict  # what the checkpoint holds; {} without one
 
-    def find(self):
-        """Finds and reads the checkpoint, if there is one. Rank 0."""
-        settings = self.settings
-        out_dir = settings.out_dir
-        file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
-        # an evaluation of a file needs no run
-        newest = "" if settings.eval_only and file else find_newest(settings)
-        self.path = newest or file
-        if not self.path:
-            return
-        self.saved = read_checkpoint(self.path)
-        self.is_resume = newest != "" and not settings.eval_only
 
-        # a new run counts its own steps
-        if self.is_resume or settings.eval_only:
-            self.step = self.saved.get("step", 0)
-            self.saved_settings = self.saved.get("settings", {})
-        # an evaluation and a new run take only the weights and their average
-        if not self.is_resume:
-            for name in "optimizer", "kept":
-                self.saved.pop(name, None)
-            return
+def find_start(settings):
+    """Finds and reads the checkpoint, if there is one, and returns the Start. Rank 0."""
+    out_dir = settings.out_dir
+    file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
+    # an evaluation of a file needs no run
+    newest = "" if settings.eval_only and file else find_newest(settings)
+    path = newest or file
+    saved = read_checkpoint(path) if path else {}
+    is_resume = newest != "" and not settings.eval_only
 
+    # a new run counts its own steps, and has settings and an id of its own
+    facts = saved if is_resume or settings.eval_only else {}
+    step = facts.get("step", 0)
+    saved_settings = facts.get("settings", {})
+    evaluation = {}
+    if is_resume:
         # a run goes on with a FILE if it has begun with that; one file has many names
-        self.run_id = self.saved.get("run_id", "")
-        if file and os.path.realpath(file) != os.path.realpath(self.saved_settings["init_from"]):
+        if file and os.path.realpath(file) != os.path.realpath(saved_settings["init_from"]):
             refuse_run("--out_dir", out_dir, files_of(out_dir))
         for line in read_metrics(f"{out_dir}/metrics.jsonl"):
-            if line["step"] == self.step and "eval/loss" in line:
-                self.evaluation = line
+            if line["step"] == step and "eval/loss" in line:
+                evaluation = line
+    else:
+        # an evaluation and a new run take only the weights and their average
+        saved = {name: value for name, value in saved.items() if name not in ("optimizer", "kept")}
+    return Start(
+        settings, path, is_resume, facts.get("run_id", ""), step, evaluation, saved_settings, saved)
 
-    def load_into(self, model, train_set, device):
-        """Gives rank 0's model its first weights. All ranks. Raises UserError for what does not fit."""
-        check_ranks(model.settings, train_set, device)
-        check_hosts(self, device)
-        check_rank_0(device, partial(load_start, self, model, train_set))
+
+def load_first_weights(start, model, train_set, device):
+    """Gives rank 0's model the weights of a Start. All ranks. Raises UserError for what does not fit.
+
+    Returns lines for the log, on rank 0.
+    """
+    check_ranks(model.settings, train_set, device)
+    check_hosts(start, device)
+    return on_rank_0(device, partial(load_start, start, model, train_set)) or []
 
 
 def check_folders(settings):
@@ -160,37 +160,37 @@ def open_start(settings, device, run_settings):
     run_settings: names of those that a resume does not take from the checkpoint. Raises UserError where there
     is no checkpoint or another run.
     """
-    settings = copy.copy(settings)  # replicas may be threads
-    start = Start(settings)
-    check_rank_0(device, start.find)
-    # only rank 0's host may have the checkpoint, which stays there
-    shared = vars(start).keys() - {"settings", "saved", "notes"}
-    vars(start).update(device.all_gather({name: getattr(start, name) for name in shared})[0])
+    # only rank 0's host may have the checkpoint, whose content stays there
+    found = on_rank_0(device, partial(find_start, settings))
+    shared = device.all_gather(found and found._replace(settings=None, saved={}))[0]
 
-    saved = {name: value for name, value in start.saved_settings.items() if name not in run_settings}
+    saved = {name: value for name, value in shared.saved_settings.items() if name not in run_settings}
     # --epochs sets the length of the run, and not the checkpoint's max_steps
     if any(flag.startswith("--epochs=") for flag in settings.argv):
         saved.pop("max_steps", None)
+    settings = copy.copy(settings)  # replicas may be threads
     settings.fill(saved)
     # what the run began with
-    if start.is_resume:
-        settings.init_from = start.saved_settings["init_from"]
-    elif not start.path:
+    if shared.is_resume:
+        settings.init_from = shared.saved_settings["init_from"]
+    elif not shared.path:
         settings.init_from = "scratch"
-    return start
+    return shared._replace(settings=settings, saved=found.saved if found else {})
 
 
-def check_rank_0(device, call):
-    """Lets rank 0 call(); all ranks raise its error: they would wait for it."""
+def on_rank_0(device, call):
+    """Returns what call() returns on rank 0, elsewhere None. All ranks raise its error: they would wait."""
+    result = None
     error = None
     if device.rank == 0:
         try:
-            call()
+            result = call()
         except (Exception, SystemExit) as e:
             error = e
     error_of_rank_0 = device.all_gather(error)[0]
     if error_of_rank_0:
         raise error or error_of_rank_0  # rank 0's own has a traceback
+    return result
 
 
 def find_newest(settings):
@@ -311,7 +311,7 @@ class Checkpoints:
         )
 
     def __enter__(self):
-        check_rank_0(self.run.device, self.take_folder)
+        on_rank_0(self.run.device, self.take_folder)
         return self
 
     def __exit__(self, kind, *error):

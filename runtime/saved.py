@@ -3,6 +3,7 @@ import re
 
 import torch
 
+from puzzles import kind_of
 from runtime.errors import UserError
 from runtime.files import read_torch_file
 
@@ -83,17 +84,20 @@ def load_saved_weights(model, weights, path, same_identifiers=True, saved_settin
 
 
 def load_start(start, model, train_set):
-    """Loads the weights of a checkpoint.Start, and notes what differs from the checkpoint. Rank 0."""
+    """Loads the weights of a checkpoint.Start; returns lines that say what differs from it. Rank 0."""
     path = start.path
     saved = start.saved
     if not path:
-        return
+        return []
     attention = changed_attention(model, saved)
+    notes = []
     if start.is_resume:
         check_run(start, train_set, attention)
+        notes += [f"resuming from {path}"]
+        notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
     else:
         check_task(saved, train_set, path)
-    start.notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
+    notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
 
     # files of the official code do not say what their identifiers stand for
     sha256 = train_set.identifiers_sha256
@@ -107,7 +111,8 @@ def load_start(start, model, train_set):
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")
     if is_averaged:
-        start.notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+        notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+    return notes
 
 
 def check_run(start, train_set, attention):
@@ -123,9 +128,6 @@ def check_run(start, train_set, attention):
     if attention:
         raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
                         "or choose another --out_dir")
-    # tell the log what is resumed and what has changed
-    start.notes.append(f"resuming from {path}")
-    start.notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
 
 
 def changed_attention(model, saved):
@@ -155,12 +157,14 @@ def check_task(saved, train_set, path):
     # files of the official code do not say their task
     task = saved.get("task", train_set.task)
     if task["grid"] != train_set.task["grid"]:  # weights of another size may fit
-        task = train_set.resized(task)
-    for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
-        if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
-            raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
-                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
-                            "give --data_path")
+        task = kind_of(task).resized(train_set.seq_len).task
+    ours = train_set.task
+    # padding has no sign, and prepare_csv.py gives it one
+    differs = (task["kind"], task["symbols"][1:]) != (ours["kind"], ours["symbols"][1:])
+    if task["kind"] and differs:
+        raise UserError(f"{path} was trained on kind {task['kind']!r}, symbols {task['symbols']!r}, but "
+                        f"{train_set.path} has {ours['symbols']!r}, kind {ours['kind']!r}: leave out the "
+                        "config file, or give --data_path")
 
 
 def missing_forks(saved_forks, forks):

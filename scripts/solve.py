@@ -45,7 +45,7 @@ from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import Progress, read_torch_file, replacing, to_stderr
+from runtime.files import read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -58,7 +58,6 @@ class Settings:
     output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
     # puzzles
     cells: From0 = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
-    ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
 
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
@@ -95,12 +94,12 @@ def main(argv):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # solve
-    batch = evaluate.unlabeled_batch(np.stack([*questions.values()]))
+    known_answers = [known_answers.get(line, "") for line in questions]
+    questions = np.stack([*questions.values()])
     if is_file:
-        known_answers = [known_answers.get(line, "") for line in questions]
-        solve_file(settings, trm, kind, batch, known_answers, output_settings)
+        solve_file(settings, trm, kind, questions, known_answers, output_settings)
     else:
-        solve_one(settings, trm, kind, batch, output_settings, path)
+        solve_one(settings, trm, kind, questions[0], output_settings, path)
 
 
 def check_new_file(path):
@@ -148,17 +147,16 @@ def check_questions(kind, questions, known_answers, place):
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def solve_one(settings, trm, kind, batch, output_settings, path):
+def solve_one(settings, trm, kind, question, output_settings, path):
     """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
     Args:
         settings, output_settings: train.py's settings, and this script's.
         trm: a TRM, from `path`.
         kind: the Kind of the question.
-        batch: of the one question.
+        question: tokens [cells].
     """
-    [question] = batch["inputs"]
-    steps = [*weights.watch(settings, trm, kind, question)]
+    steps = [*weights.watch(settings, trm, question)]
     # as in evaluate.Queue, of equally confident answers the last one of the first attempt counts
     best = max(steps, key=lambda step: (step.confidence, -step.attempt, step.number))
 
@@ -243,27 +241,26 @@ def draw(path, kind, question, grids):
         frames[0].save(f, path[-3:], save_all=True, append_images=frames[1:], duration=500, loop=0)
 
 
-def solve_file(settings, trm, kind, batch, known_answers, output_settings):
+def solve_file(settings, trm, kind, questions, known_answers, output_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: train.py's settings.
         trm: a TRM.
         kind: the Kind of the puzzles.
-        batch: of the puzzles.
+        questions: tokens [n, cells].
         known_answers: a text for each; "": it is not known.
         output_settings: this script's settings.
     """
     # all attempts at all puzzles
-    progress = Progress("solving", len(batch["inputs"]))
-    results = weights.answers_to(settings, trm, kind.task, batch, progress.add)
+    results = weights.answers_to(settings, trm, questions)
     answers, logits, steps = (results[name] for name in evaluate.SUREST)
 
     # a line for each puzzle
     lines = []
     figures = zip(sigmoid(logits).round(4), results["attempts"], steps.astype(int))
-    for question, answer, known_answer, numbers in zip(batch["inputs"], answers, known_answers, figures):
-        result = result_of(kind, question, answer, known_answer, output_settings.ignored)
+    for question, answer, known_answer, numbers in zip(questions, answers, known_answers, figures):
+        result = result_of(kind, question, answer, known_answer)
         lines.append([kind.text(question), kind.text(answer), *numbers, result])
 
     # a summary, and the file
@@ -277,7 +274,7 @@ def solve_file(settings, trm, kind, batch, known_answers, output_settings):
             writer.writerows(lines)
 
 
-def result_of(kind, question, answer, known_answer, ignored):
+def result_of(kind, question, answer, known_answer):
     """Returns whether an answer is right: "right", "wrong" or "not judged".
 
     The rules decide, or else the known answer.
@@ -286,7 +283,6 @@ def result_of(kind, question, answer, known_answer, ignored):
         kind: the Kind of the puzzle.
         question, answer: tokens [cells].
         known_answer: a text; "": it is not known.
-        ignored: its characters for cells that do not count.
     """
     judgement = kind.judge(question[None], answer[None])
     if judgement:
@@ -294,12 +290,9 @@ def result_of(kind, question, answer, known_answer, ignored):
     # a known answer may be missing, cut off, or in another notation
     symbols = kind.symbols[1:]
     known_answer = squeezed(known_answer, symbols)
-    fits = len(known_answer) == len(answer) and {*known_answer} <= {*symbols, *ignored}
-    if not fits or {*known_answer} <= {*ignored}:
+    if len(known_answer) != kind.cells or not {*known_answer} <= {*symbols}:
         return "not judged"
-    pairs = zip(kind.text(answer), known_answer)
-    is_right = all(ours == known or known in ignored for ours, known in pairs)
-    return "right" if is_right else "wrong"
+    return "right" if known_answer == kind.text(answer) else "wrong"
 
 
 # ---------------------------------------------------------------------------------------------------------

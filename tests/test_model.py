@@ -13,7 +13,6 @@ import configurator
 import model
 import optim
 import train
-import weights
 from model import TRM, take_new_puzzles
 from optim import pack_rows, sign_sgd
 from runtime.flops import flops_per_example
@@ -53,11 +52,6 @@ def test_a_forks_biases_are_drawn_from_the_models_own_seed(monkeypatch):
     monkeypatch.setattr(model, "Block", Biased)
     first, second = (tiny().L_level.layers[0].extra.bias for _ in range(2))
     assert torch.equal(first, second) and 0.01 < first.std() and first.abs().max() <= 16 ** -0.5
-
-
-def test_a_model_that_no_file_describes_says_what_it_lacks():
-    with pytest.raises(ValueError, match="does not know its puzzle: weights.load_model"):
-        weights.solve(tiny(), "1234")
 
 
 # The loss and the halting

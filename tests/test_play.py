@@ -343,7 +343,7 @@ def check_answers(browser, path):
     trm, settings = solve.load(path, ["--eval_halt_max_steps=3", "--eval_attempts=1", "--eval_patience=0"])
     kind = kind_of(trm.task)
     question = trm.test_puzzles["inputs"][1].numpy()
-    for line, step in zip(browser.js("stepsOf(0)"), weights.watch(settings, trm, kind, question)):
+    for line, step in zip(browser.js("stepsOf(0)"), weights.watch(settings, trm, question)):
         assert "".join(line["answer"]) == kind.text(step.answer)
         ours, theirs = np.log(1 / np.array([line["sure"], step.confidence]) - 1)
         assert abs(ours - theirs) < 1e-3
@@ -368,19 +368,13 @@ def test_page_answers_as_python_does(browser, name):
 
 @pytest.mark.parametrize("settings", [
     dict(mlp_t=False, pos_encodings="learned"),
-    dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["learned", "puzzle embedding"])
+    dict(mlp_t=False, pos_encodings="rope"),
+    dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["learned", "rope", "puzzle embedding"])
 def test_page_answers_with_other_blocks(browser, models_folder, settings):
-    """The run of test_page_of_a_run has rope."""
     save_model(models_folder, "model.pt", settings)
     export.main(["model.pt", "page.html"])
     browser.open(f"file://{os.getcwd()}/page.html")
     check_answers(browser, "model.pt")
-
-
-def test_page_of_a_run(browser, page_of, models_folder):
-    browser.open(page_of("maze"))
-    check_answers(browser, str(models_folder / "maze"))
-    assert browser.js("run.attempts") == 8 and browser.js("$('models').hidden")
 
 
 def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
