@@ -1,4 +1,6 @@
 """Models in files, and how notebooks and scripts ask them."""
+import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -9,12 +11,27 @@ import configurator
 import evaluate
 import model
 from puzzles import Judgement, kind_of, sigmoid
+from puzzles.sudoku import BOXES
 from runtime.device import Device, Place
 from runtime.errors import UserError
 from runtime.files import Progress
 from runtime.saved import load_weights, read_file
 
 CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
+EXAMPLES = Path(__file__).with_name("examples")
+
+
+def own_forks(path):
+    """Returns the paths of the forks in examples/ that trained the model in a file, in their order.
+
+    It knows them by their text: whoever runs them runs nothing of the file, and nothing that lies elsewhere.
+    """
+    paths = {}
+    for example in EXAMPLES.glob("*.py"):
+        digest = hashlib.sha256(example.read_bytes()).hexdigest()[:8]  # as configurator.add_fork has it
+        paths[digest] = str(example)
+    forks = read_file(path).get("forks", {})
+    return [paths[digest] for digest in forks.values() if digest in paths]
 
 
 def load_model(path, cells=0, defaults=None):
@@ -51,6 +68,22 @@ def load_model(path, cells=0, defaults=None):
     for name in ("test_puzzles", "forks", "step", "data_sha256"):
         setattr(trm, name, saved[name])
     return trm.eval()
+
+
+def sizes_of(kind):
+    """Returns the Kinds of Sudokus of every size for a Kind of Sudoku; other kinds stay as they are."""
+    return [kind.resized(rows * rows) for rows in BOXES]
+
+
+def fitting_kinds(trm):
+    """Returns the Kinds of puzzles that the weights fit: the model's own, or every size of Sudoku.
+
+    If symbols have no rows of their own in the table, all are alike, and weights fit any number of them. A
+    copy of a puzzle by symmetry then has the copy of its answer.
+    """
+    kind = kind_of(trm.task)
+    has_rows = len(trm.embed_tokens.embedding_weight) == len(kind.symbols)
+    return [kind] if has_rows else sizes_of(kind)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -115,7 +148,8 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         questions: tokens, a tensor [n, S], for a tensor of answers [n, S] and one of confidences [n]. A list
             of n strings of the symbols in the model's task, for two lists, and one string, for a string and a
             float, are read as tokens first.
-        steps: the most supervision steps of an attempt, which ends once its answer repeats.
+        steps: the most supervision steps of an attempt, which ends once its answer repeats. Models for every
+            size take them all.
         attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
@@ -145,7 +179,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     settings = SimpleNamespace(**vars(trm.settings) | dict(
         eval_halt_max_steps=steps,
         eval_attempts=attempts,
-        eval_patience=1,
+        eval_patience=int(len(fitting_kinds(trm)) == 1),
         forward_dtype="float32",
         compile="off",
         seed=0,

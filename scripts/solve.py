@@ -18,6 +18,8 @@ eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As l
 tries copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model
 is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
 train.py's config files and flags change how it is evaluated, but neither its depth nor its network.
+Forks of examples/ that trained a model run by themselves, unless config files are given. The model of
+examples/houses.py takes Sudokus of every size, in one attempt of all steps: copies would change nothing.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
 """
@@ -81,9 +83,10 @@ def main(argv):
     place, text, known_answers = read_source(source)
     [path] = models_given or [choose_model(text)]
     trm, settings = load(path, train_arguments, output_settings.cells)
-    kind = kind_of(trm.task)
+    # the weights may fit puzzles of another size
+    kind = taking(weights.fitting_kinds(trm), text) or kind_of(trm.task)
     if trm.sizes["seq_len"] != kind.cells:
-        raise UserError(f"--cells={output_settings.cells}: {path} takes no puzzles of this size")
+        trm, settings = load(path, train_arguments, kind.cells)
     try:
         questions = parse(kind.task, text)
     except UserError as e:
@@ -304,26 +307,29 @@ def load(path, train_arguments, cells=0):
     Args:
         path: a model file, a checkpoint, or a run's folder, for its newest checkpoint.
         train_arguments: config files of train.py, among them forks, and flags; they change how it is
-            evaluated.
+            evaluated. Without config files, the forks of examples/ that trained it run.
         cells: see weights.load_model.
     """
     for argument in train_arguments:
         if argument.startswith("--forward_dtype="):
             raise UserError(f"{argument}: puzzles are solved in float32")
-    # the forks come first: the model is made of their classes
-    settings = copy.copy(configured(*train_arguments))
+    file = file_of(path)
     try:
-        trm = load_model(file_of(path), cells, vars(settings))
+        # the forks come first: the model is made of their classes
+        if not any(argument.endswith(".py") for argument in train_arguments):
+            train_arguments = [*weights.own_forks(file), *train_arguments]
+        settings = copy.copy(configured(*train_arguments))
+        trm = load_model(file, cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in missing_forks(trm.forks, settings.forks):
         to_stderr(f"warning: {line}")
 
     kind = kind_of(trm.task)
-    settings.fill(train.recipe(vars(trm.settings)) | dict(
-        eval_attempts=ATTEMPTS if kind.has_symmetries else 1,
-        eval_patience=1,
-    ))
+    settings.fill(train.recipe(vars(trm.settings)))
+    # where the weights fit every size, copies by symmetry change nothing, and the file says how deep to go
+    if len(weights.fitting_kinds(trm)) == 1:
+        settings.fill(dict(eval_attempts=ATTEMPTS if kind.has_symmetries else 1, eval_patience=1))
     settings.forward_dtype = "float32"  # the arithmetic is the same for every model and machine
     kind.check_attempts(settings.eval_attempts)
     return trm, settings
@@ -344,14 +350,26 @@ def file_of(path):
 
 
 def choose_model(text):
-    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError."""
+    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError.
+
+    Models of a fork come last. They may take every size.
+    """
     paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
-    for path in sorted(paths, key=os.path.getsize):
-        with suppress(UserError):
-            parse(read_torch_file(path)["task"], text)
+    for path in sorted(paths, key=lambda path: (len(weights.own_forks(path)), os.path.getsize(path))):
+        kind = kind_of(read_torch_file(path)["task"])
+        kinds = weights.sizes_of(kind) if weights.own_forks(path) else [kind]
+        if taking(kinds, text):
             print(f"by {path}", flush=True)
             return path
     raise UserError(f"{text[:20]!r} is no file and no puzzle for a model of models/: see --help")
+
+
+def taking(kinds, text):
+    """Returns the first of the Kinds whose puzzles a text has; None if there is none."""
+    for kind in kinds:
+        with suppress(UserError):
+            parse(kind.task, text)
+            return kind
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from helpers import ROOT, TrainProcess, newest
 import model
 import weights
 from puzzles import kind_of
-from puzzles.sudoku import Sudoku
+from puzzles.sudoku import BOXES, EMPTY, Sudoku, random_boards
+from puzzles.text import csv_rows
 from runtime.errors import UserError
 
 
@@ -408,6 +409,37 @@ def test_page_warns_if_the_search_for_solutions_was_too_long(browser):
     browser.click("#solve")
     browser.until("stepsOf(0).length")
     assert "the search was too long" in browser.js("$('warning').textContent")
+
+
+def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, models_folder):
+    """100 puzzles by examples/houses.py. The page computes its other model without the fork."""
+    houses = f"{models_folder}/houses"
+    plain = f"{models_folder}/model.pt"
+    TrainProcess([houses, plain, "--eval_halt_max_steps=3", "page.html"], script="export").output()
+    forks = f"{ROOT}/examples/houses.py", f"{ROOT}/tests/forks/entropy.py"
+    assert "engine.js does not" in TrainProcess([houses, *forks, "no.html"], script="export").output(2)
+    url = f"file://{os.getcwd()}/page.html"
+    browser.open(url)
+    for rows in BOXES:
+        browser.click(f'input[value="{rows}×{rows}"]')
+        assert browser.js("filled().length") == rows
+
+        # solve puzzles in the terminal
+        boards = random_boards(20, rows, np.random.default_rng(0))
+        boards[:, ::5] = EMPTY
+        Path("questions").write_text("\n".join(map(Sudoku(Sudoku.new_task(rows)).text, boards)))
+        argv = [houses, "questions", "--eval_halt_max_steps=3", f"--output={rows}.csv"]
+        TrainProcess(argv, script="solve").output()
+
+        # and in the page, where a digit may tie with another one
+        for _, row in csv_rows(f"{rows}.csv"):
+            browser.type(row["question"])
+            browser.solve()
+            answer, sure = browser.js("(step => [step.answer, step.sure])(stepsOf(0)[kept()[1] - 1])")
+            assert sum(map(str.__ne__, answer, row["answer"])) <= 1
+            assert abs(sure - float(row["certainty"])) < 1e-4 and row["attempts"] == "1"
+    browser.open(f"{url}#1")
+    check_answers(browser, plain)
 
 
 OTHER_NETWORK = """
