@@ -368,7 +368,7 @@ def test_the_real_gcloud_takes_all_commands_of_the_script_and_of_the_docs():
     # lines of code blocks, and inline code
     blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S))
     commands = re.findall(r"gcloud (?:'.*?'|[^#)\n])*", blocks)
-    commands += re.findall(r"`(gcloud compute [^`]+)`", text)
+    commands += re.findall(r"`(gcloud (?:compute|storage) [^`]+)`", text)
     assert len(commands) > 10
     commands = [re.sub(r"\$(\w+|\{.*?\})", "value", command) for command in commands]
     assert refusals([*commands, *CALLS.values()]) == []
