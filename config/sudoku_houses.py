@@ -1,5 +1,8 @@
 # 9x9 Sudoku by a small network that is told which cells share a row, a column or a box: records/houses.md.
 #     OMP_NUM_THREADS=1 python train.py config/sudoku_houses.py --compile=on
+#     OMP_NUM_THREADS=1 python train.py config/sudoku_houses_deep.py --compile=on
+# The two parts take 64 minutes of one thread (AVX512, float32), 1.6e14 FLOP; seed 0 solves 96.8% of 1000
+# generated puzzles after 16 steps.
 # Copies by symmetry would change nothing for this network, so the puzzles have none.
 run("sudoku_cpu.py")
 run("../examples/houses.py")

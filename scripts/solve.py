@@ -350,12 +350,9 @@ def file_of(path):
 
 
 def choose_model(text):
-    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError.
-
-    Models of a fork come last. They may take every size.
-    """
+    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError."""
     paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
-    for path in sorted(paths, key=lambda path: (len(weights.own_forks(path)), os.path.getsize(path))):
+    for path in sorted(paths, key=os.path.getsize):
         kind = kind_of(read_torch_file(path)["task"])
         kinds = weights.sizes_of(kind) if weights.own_forks(path) else [kind]
         if taking(kinds, text):
