@@ -154,13 +154,13 @@ def start(main, settings_class):
 
 def split_arguments(settings_class, argv):
     """Returns the Arguments in argv of a script that has settings of its own beside train.py's."""
-    own_names = {"help", *read_settings(settings_class)}
+    own_names = read_settings(settings_class)
     own_flags = []
     operands = []
     train_arguments = []
     for argument in argv:
         is_flag = argument.startswith("-")
-        if is_flag and argument[2:].partition("=")[0] in own_names:
+        if argument == "--help" or is_flag and argument[2:].partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)

@@ -262,10 +262,12 @@ def check_hosts(start, device):
     That host had rank 0 before. With a bucket it is a line on the terminal.
     """
     settings = start.settings
+    if settings.eval_only:
+        return
     own = Path(start.path).stem if start.is_resume else ""
     newer = Path(newest_whole(settings.out_dir, newer_than=own)).stem
     newer, host = max(device.all_gather((newer, device.host)))
-    if not newer or settings.eval_only:
+    if not newer:
         return
     line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {own or 'no checkpoint'} on rank "
             "0's")

@@ -67,21 +67,23 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
-    local_rank, host = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
+    values = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
     # Ray Train, accelerate and Lightning join the processes themselves
-    if dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
-    values = {name: os.environ.get(name, "") for name in TORCHRUN}
-    if values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1") and not all(values.values()):
+    has_joined = dist.is_initialized()
+    is_one = values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1")
+    if is_one and not has_joined and not all(map(values.get, TORCHRUN)):
         return Place()
-    # torch would wait for a rank beyond the others
     with suppress(ValueError):
+        local_rank, host = (int(values[name] or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
+        if has_joined:
+            return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
+        # torch would wait for a rank beyond the others
         rank, world, port = (int(values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         if 0 <= rank < world and 0 < port < 2 ** 16 and values["MASTER_ADDR"]:
             return Place(rank, world, local_rank, host, joins=True)
     given = " ".join(f"{name}={value}" for name, value in values.items())
-    raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them, "
-                    "RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
+    raise UserError(f"{given} in the environment: several replicas need the first four, as torchrun "
+                    "sets them, RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
                     "`env -u RANK -u WORLD_SIZE python train.py ...`")
 
 

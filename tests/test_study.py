@@ -20,16 +20,18 @@ def settings_of(file, *others):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_run_has_its_name_and_fits_its_data_the_steps_and_the_chips(file):
+def test_a_run_has_its_name_and_fits_its_data_the_steps_and_the_chips(file, monkeypatch):
     run = settings_of(file)
     name = file.removesuffix(".py")
     project = GROUPS[group_of(name)]["project"]
     assert [run.wandb_run_name, run.wandb_project, run.out_dir] == [name, project, f"out/study/{name}"]
     assert run.global_batch_size % (32 * run.micro_batch_size) == 0  # on up to 32 chips
 
-    # data_prepare makes the dataset of data_path
+    # data_prepare makes the dataset of data_path: its command names the folder before it downloads
     data = configure(prepare_sudoku.Settings, shlex.split(run.data_prepare)[1:])
-    prepare_sudoku.fill_in(data)
+    monkeypatch.delattr(prepare_sudoku, "csv_paths")
+    with pytest.raises(NameError, match="csv_paths"):
+        prepare_sudoku.main(data)
     assert data.output_dir == run.data_path and data.source == "hub"
     # all runs see as many examples, between as many evaluations
     steps = optim.count_steps(run, data.subsample_size)
