@@ -230,7 +230,8 @@ def run_file(path, settings):
             visible[name] = vars(settings).setdefault(name, value)
 
     # exec() looks a name up in its dict, and then in the dict's __builtins__, as Python documents it. The
-    # settings are there, so that `names` has only what the file assigns, in whatever way.
+    # settings are there, so that `names` has only what the file assigns, in whatever way: a subclass of dict
+    # with its own __setitem__ would not see `global` in a function, nor globals().update().
     visible = vars(builtins) | vars(settings) | dict(run=run, new=new)
     names = {"__file__": path, "__builtins__": visible}
     try:
