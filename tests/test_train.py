@@ -238,8 +238,6 @@ def test_an_export_needs_a_checkpoint_alone(whole):
     assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
     with pytest.raises(UserError, match="best.pt: must be a new file in a folder that exists"):
         export.main([whole[0], "best.pt"])
-    with pytest.raises(UserError, match="^--help=1: unknown setting help; "):
-        export.main([whole[0], "new.pt", "--help=1"])
 
 
 def test_an_evaluation_goes_on_without_a_terminal(data, monkeypatch):
