@@ -56,7 +56,8 @@ class Settings:
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-    epochs: From0 = 50000  # steps = epochs x puzzles / global_batch_size; unhalted sequences skip theirs
+    # sequences that have not halted skip their new puzzle
+    epochs: From0 = 50000  # length of the run: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
     hidden_size: Above0 = 512  # width of the network
@@ -370,13 +371,13 @@ def check_finite(settings, what, *values):
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains, saves, evaluates and uploads; returns False if a stop came before its end. All ranks."""
-    settings = run.settings
+    settings = log.settings
     is_complete = start.step == total_steps and "final" in start.evaluation
     if is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "higher max_steps or epochs continue it")
     else:
-        log.begin(run, train_set, checkpoints.run_id, recipe(vars(log.settings)), total_steps)
+        log.begin(run, train_set, checkpoints.run_id, recipe(vars(settings)), total_steps)
         began = time.monotonic()
         step = train_loop(run, train_set, test_set, log, checkpoints, start, total_steps)
         # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
@@ -428,10 +429,9 @@ class Run:
         self.device = device
         self.batch_size = settings.global_batch_size // device.world  # of this replica
         self.dtype = getattr(torch, settings.forward_dtype)
-        # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
+        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
         self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
-        full = settings.H_cycles, settings.L_cycles
-        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example(full))
+        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
         # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
         self.share_buffers()
         self.state = device.put(self.first_state(saved or {}))

@@ -95,7 +95,7 @@ class Log:
             settings=recipe,
             total_steps=total_steps,
             parameters=run.model.num_parameters(),
-            flops_per_example=run.flops_per_example((self.settings.H_cycles, self.settings.L_cycles)),
+            flops_per_example=run.flops_per_example(),
             examples=len(train_set),
             puzzles=train_set.total_groups,
             data_sha256=train_set.sha256,
