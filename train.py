@@ -432,9 +432,10 @@ class Run:
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
         self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
         self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
-        # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
-        self.share_buffers()
-        self.state = device.put(self.first_state(saved or {}))
+        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
+        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
+        self.state = device.put(shared["state"])
+        self.load_buffers(shared["buffers"])
         device.prepare(trm)  # moves it there
         if trm.has_puzzle_emb:
             trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
@@ -445,25 +446,23 @@ class Run:
         self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
 
     def first_state(self, saved):
-        """Returns rank 0's state on the host. All ranks."""
+        """Returns the state before the first step, on the host."""
         weights, puzzle_emb = evaluate.weights_of(self.model)
         average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        return self.device.broadcast(dict(
+        return dict(
             weights=weights,
             ema={name: average[name] for name in weights} if self.settings.ema else {},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
-        ))
+        )
 
-    def share_buffers(self):
-        """Gives the model rank 0's buffers. All ranks."""
-        buffers = self.buffers()
+    def load_buffers(self, buffers):
+        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
         # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
-        if all(t.dtype == torch.float32 for t in buffers.values()):
-            buffers = self.device.broadcast(buffers)
-        else:
-            buffers = self.device.all_gather(buffers)[0]
+        others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
+        if others:
+            buffers = buffers | self.device.all_gather(others)[0]
         self.model.load_state_dict(buffers, strict=False)
 
     def state_dict(self):
