@@ -154,13 +154,13 @@ def start(main, settings_class):
 
 def split_arguments(settings_class, argv):
     """Returns the Arguments in argv of a script that has settings of its own beside train.py's."""
-    own_names = {"help", *read_settings(settings_class)}
+    own_names = read_settings(settings_class)
     own_flags = []
     operands = []
     train_arguments = []
     for argument in argv:
         is_flag = argument.startswith("-")
-        if is_flag and argument[2:].partition("=")[0] in own_names:
+        if argument == "--help" or is_flag and argument[2:].partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)
@@ -230,7 +230,8 @@ def run_file(path, settings):
             visible[name] = vars(settings).setdefault(name, value)
 
     # exec() looks a name up in its dict, and then in the dict's __builtins__, as Python documents it. The
-    # settings are there, so that `names` has only what the file assigns, in whatever way.
+    # settings are there, so that `names` has only what the file assigns, in whatever way: a subclass of dict
+    # with its own __setitem__ would not see `global` in a function, nor globals().update().
     visible = vars(builtins) | vars(settings) | dict(run=run, new=new)
     names = {"__file__": path, "__builtins__": visible}
     try:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -36,8 +36,10 @@ from runtime.errors import TransientError, UserError, check_values, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
-from runtime.process import STOP, restart_watchdog
+from runtime.process import STOP, StepDropped, restart_watchdog
+from runtime.saved import load_start
 
+TO_CONTINUE = "to continue: the same command with --init_from=auto, or as it is if it has --init_from=FILE"
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
 EVAL_OUTPUTS = {"inputs", "labels", "attempts", *evaluate.ANSWERS}
 
@@ -54,7 +56,8 @@ class Settings:
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-    epochs: From0 = 50000  # steps x global_batch_size / puzzles; sequences that go on ignore their new puzzle
+    # sequences that have not halted skip their new puzzle
+    epochs: From0 = 50000  # length of the run: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
     hidden_size: Above0 = 512  # width of the network
@@ -126,11 +129,32 @@ RUN_SETTINGS = (
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
-TO_CONTINUE = "to continue: the same command with --init_from=auto, or as it is if it has --init_from=FILE"
+
+
+def recipe(settings):
+    """Returns the settings, of {name: value}, that affect the result."""
+    return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
+
+
+def check_settings(settings):
+    """Raises UserError for settings that no run could have together; configure() checks each alone."""
+    checkpoint.check_folders(settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The step
+
+# A step changes run.state: trees of tensors, float32 but for the sequences. A copy or a fork may add others.
+STATE = (
+    "weights",  # {name: tensor}, the parameters
+    "ema",  # {name: tensor}, their average; {} with ema=False
+    "optimizer",  # {name: what optim.optimizer_state returns}
+    "puzzle_emb",  # [N, D'], the table of the puzzle embedding
+    "sequences",  # see TRM.new_sequences; a resume begins them and all below anew
+    "log_sums",  # [1] each, sums since the last log line; METRICS over halted sequences, LOSS_TERMS over all
+    "grad_norms",  # [1], sum of the gradient norms since then
+)
+
 
 @torch.no_grad()
 def train_step(run, state, inputs, cycles):
@@ -265,9 +289,10 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    # neither new weights nor what was evaluated before the resume
-    may_evaluate = start.path and not start.evaluation
-    eval_due = may_evaluate and optim.evaluation_due(settings, examples_per_epoch, step)
+    # a checkpoint's weights may be due, unless the log has their evaluation
+    eval_due = False
+    if start.path and not start.evaluation:
+        eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
     last_cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
     read_stops = run.device.fetch(torch.zeros(1))  # waits for the last step's number of requests to stop
@@ -292,7 +317,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
         inputs = make_inputs(run, train_set, step, total_steps)
         try:
             stops = run.train_step(run.state, inputs, cycles)
-        except KeyboardInterrupt:  # a request to stop dropped a step that takes long
+        except StepDropped:
             break
         step += 1
         restart_watchdog(settings.stall_timeout)
@@ -346,13 +371,13 @@ def check_finite(settings, what, *values):
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains, saves, evaluates and uploads; returns False if a stop came before its end. All ranks."""
-    settings = run.settings
+    settings = log.settings
     is_complete = start.step == total_steps and "final" in start.evaluation
     if is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "higher max_steps or epochs continue it")
     else:
-        log.begin(run, train_set, checkpoints.run_id, recipe(vars(start.settings)), total_steps)
+        log.begin(run, train_set, checkpoints.run_id, recipe(vars(settings)), total_steps)
         began = time.monotonic()
         step = train_loop(run, train_set, test_set, log, checkpoints, start, total_steps)
         # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
@@ -392,19 +417,10 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 # ---------------------------------------------------------------------------------------------------------
 # The state of training
 
-# the part of Run.state that a resume begins anew; checkpoints have the rest, and what a copy or a fork adds
-TRANSIENT = ("sequences", "log_sums", "grad_norms")
-
-
 class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
-    state: weights, their average ema (empty with ema=False) and the optimizer's state, by the parameters'
-    names; puzzle_emb [N, D']; sequences, of TRM.new_sequences. Since the last line of the log, log_sums adds
-    up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
-    the gradients.
-
-    trm moves to the device. saved: of a checkpoint; the run goes on with its average and optimizer's state.
+    state: see STATE. saved: the checkpoint's content; its EMA and optimizer state are taken over.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -413,13 +429,14 @@ class Run:
         self.device = device
         self.batch_size = settings.global_batch_size // device.world  # of this replica
         self.dtype = getattr(torch, settings.forward_dtype)
-        # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
+        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
         self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
-        full = settings.H_cycles, settings.L_cycles
-        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example(full))
-        # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
-        self.state = device.put(self.first_state(saved or {}))
-        device.prepare(trm)
+        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
+        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
+        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
+        self.state = device.put(shared["state"])
+        self.load_buffers(shared["buffers"])
+        device.prepare(trm)  # moves it there
         if trm.has_puzzle_emb:
             trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
         self.restart_sequences()
@@ -429,38 +446,36 @@ class Run:
         self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
 
     def first_state(self, saved):
-        """Returns rank 0's state on the host, and gives the model rank 0's buffers. All ranks."""
+        """Returns the state before the first step, on the host."""
         weights, puzzle_emb = evaluate.weights_of(self.model)
         average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        state = self.device.broadcast(dict(
+        return dict(
             weights=weights,
             ema={name: average[name] for name in weights} if self.settings.ema else {},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
-            buffers=self.buffers(),
-        ))
-        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py gathers nothing
+        )
+
+    def load_buffers(self, buffers):
+        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
+        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
         others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
-        buffers = state.pop("buffers") | (self.device.all_gather(others)[0] if others else {})
+        if others:
+            buffers = buffers | self.device.all_gather(others)[0]
         self.model.load_state_dict(buffers, strict=False)
-        return state
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        kept = {name: tree for name, tree in self.state.items() if name not in TRANSIENT}
-        weights = kept.pop("weights")
-        ema = kept.pop("ema")
         # both state dicts have the buffers and the puzzle embedding
         others = self.buffers()
-        puzzle_emb = kept.pop("puzzle_emb")
         if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = puzzle_emb
+            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
         saved = dict(
-            weights=weights | others,
-            ema=ema and ema | others,
-            optimizer=kept.pop("optimizer"),
-            kept=kept,
+            weights=self.state["weights"] | others,
+            ema=self.state["ema"] and self.state["ema"] | others,
+            optimizer=self.state["optimizer"],
+            kept={name: tree for name, tree in self.state.items() if name not in STATE},  # what was added
         )
         # a file holds a tensor of both once
         copied = functools.cache(lambda t: t.to("cpu", copy=True))
@@ -510,9 +525,11 @@ class Run:
             restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
             return STOP.is_set()
 
-        with suppress(KeyboardInterrupt):  # a request to stop dropped a step that takes long
+        try:
             return evaluate.evaluate(
                 self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
+        except StepDropped:
+            return {}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -527,32 +544,34 @@ def replica(settings, device_type):
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
     restart_watchdog(0)
-    start = checkpoint.open_start(settings, device, RUN_SETTINGS)
-    settings = start.settings
+    start, saved = checkpoint.open_start(settings, device)
+    settings = checkpoint.settings_of(start, settings, RUN_SETTINGS)
     check_batch_size(settings, device)
     # the checkpoints keep the forward_dtype that was asked for; a resume may find another device
-    run_settings = copy.copy(settings)
-    run_settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
+    device_settings = copy.copy(settings)
+    device_settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
 
     # data, model, and its weights; data_path stays an address, for a resume on another machine
     train_set, test_set = data.load(data.get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     total_steps = length_of(settings, train_set, start)
-    trm = new_model(run_settings, train_set)
+    trm = new_model(device_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    notes = checkpoint.load_first_weights(start, trm, train_set, device)
+    checkpoint.check_ranks(device_settings, train_set, device)
+    checkpoint.check_hosts(start, settings, device)
+    notes = checkpoint.on_rank_0(device, lambda: load_start(start, saved, settings, trm, train_set)) or []
     restart_watchdog(settings.stall_timeout)
     with errors.reporting_full_memory():
-        run = Run(run_settings, trm, device, start.saved)
-    run.restore_kept(start.saved)
-    start.saved.clear()  # frees its memory
+        run = Run(device_settings, trm, device, saved)
+    run.restore_kept(saved)
+    saved.clear()  # frees its memory
 
     log = Log(settings, device, start.step)
     device.report = log.within_step
     opened = nullcontext()
     if not settings.eval_only:  # the run writes to out_dir
-        opened = checkpoint.Checkpoints(start, run, train_set, test_set, puzzles.score, log.print0)
+        opened = checkpoint.Checkpoints(start, settings, run, train_set, test_set, puzzles.score, log.print0)
     with log, opened as checkpoints, errors.reporting_full_memory(run.micro_batch_size):
         log.header(trm, train_set, test_set, [dtype_note, *notes])
         if settings.eval_only:
@@ -584,16 +603,6 @@ def length_of(settings, train_set, start):
     if start.is_resume and start.step > total_steps:
         raise UserError(f"{start.path} is past the {total_steps} steps of this run: raise max_steps, epochs")
     return total_steps
-
-
-def check_settings(settings):
-    """Raises UserError for settings that no run could have together; configure() checks each alone."""
-    checkpoint.check_folders(settings)
-
-
-def recipe(settings):
-    """Returns the settings, of {name: value}, that affect the result."""
-    return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
 
 
 # ---------------------------------------------------------------------------------------------------------

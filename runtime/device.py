@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.errors import TransientError, UserError, one_line
 from runtime.files import to_stderr
-from runtime.process import STOP, end_with_parent
+from runtime.process import STOP, StepDropped, end_with_parent
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
@@ -67,21 +67,23 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
-    local_rank, host = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
+    values = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
     # Ray Train, accelerate and Lightning join the processes themselves
-    if dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
-    values = {name: os.environ.get(name, "") for name in TORCHRUN}
-    if values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1") and not all(values.values()):
+    has_joined = dist.is_initialized()
+    has_all = all(map(os.environ.get, TORCHRUN))
+    if not (has_joined or has_all) and values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1"):
         return Place()
-    # torch would wait for a rank beyond the others
     with suppress(ValueError):
-        rank, world, port = (int(values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        if 0 <= rank < world and 0 < port < 2 ** 16 and values["MASTER_ADDR"]:
+        numbers = (int(value or 0) for name, value in values.items() if name != "MASTER_ADDR")
+        rank, world, port, local_rank, host = numbers
+        if has_joined:
+            return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
+        # torch would wait for a rank beyond the others
+        if has_all and 0 <= rank < world and 0 < port < 2 ** 16:
             return Place(rank, world, local_rank, host, joins=True)
     given = " ".join(f"{name}={value}" for name, value in values.items())
-    raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them, "
-                    "RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
+    raise UserError(f"{given} in the environment: several replicas need the first four, as torchrun "
+                    "sets them, RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
                     "`env -u RANK -u WORLD_SIZE python train.py ...`")
 
 
@@ -273,8 +275,8 @@ class Device:
             size: of a micro-batch; 0: all B.
 
         Returns the sums, and the trees joined, [B, ...]. Tells self.report the seconds since the first
-        micro-batch, which compiles, and the share of the others that is done. Raises KeyboardInterrupt if a
-        stop is requested in what takes long, unless other replicas would wait for this one.
+        micro-batch, which compiles, and the share of the others that is done. Raises StepDropped if a stop
+        is requested in what takes long, unless other replicas would wait for this one.
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences
@@ -292,7 +294,7 @@ class Device:
                 share = first / (num_sequences - size)
                 self.report(seconds, share)
                 if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
-                    raise KeyboardInterrupt
+                    raise StepDropped
         return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
     def peak_memory(self):

@@ -18,7 +18,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def flops_per_example(model, cycles=None):
-    """Returns the FLOPs of a training step for one sequence; leaves the model in training mode.
+    """Returns the FLOPs of a training step for one sequence.
 
     cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0.
     """
@@ -30,12 +30,15 @@ def flops_per_example(model, cycles=None):
     if model.has_puzzle_emb:
         puzzle_rows = torch.empty(1, model.settings.puzzle_emb_ndim, device="meta", requires_grad=True)
 
-    # a forward and a backward pass
+    # a forward and a backward pass, in training mode
     steps = sequences["steps"]
+    was_training = model.training
     try:
         with FlopCounter() as counter:
             result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
             result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0
+    finally:
+        model.train(was_training)
     return counter.total

@@ -130,6 +130,10 @@ def end_with_parent(parent=0):
 # ---------------------------------------------------------------------------------------------------------
 # Requests to stop a run. On TPUs each replica is a process, to which the main process passes them on.
 
+class StepDropped(Exception):
+    """A request to stop has dropped a step that takes long."""
+
+
 @contextmanager
 def contained():
     """Lets a signal request a stop in its block. Afterwards the process is as before, for notebooks."""

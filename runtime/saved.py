@@ -29,7 +29,8 @@ def read_checkpoint(path):
         # and may have their average beside them
         if "weights" not in saved:
             nested = [saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)]
-            saved = {"weights": [*nested, saved][0] | saved.get("ema_helper", {})}
+            weights = nested[0] if nested else saved
+            saved = {"weights": weights | saved.get("ema_helper", {})}
         if not all(map(torch.is_tensor, saved["weights"].values())):
             raise ValueError("it has no weights")
     except UserError:
@@ -73,28 +74,27 @@ def load_weights(trm, official_weights, same_identifiers=True):
     return is_averaged
 
 
-def load_start(start, model, train_set):
-    """Loads the weights of a checkpoint.Start; returns lines that say what differs from it. Rank 0."""
+def load_start(start, saved, settings, model, train_set):
+    """Loads the weights of a Start, whose file has `saved`; returns lines that say what differs. Rank 0."""
     path = start.path
-    saved = start.saved
     if not path:
         return []
     attention = changed_attention(model, saved)
     notes = []
     if start.is_resume:
-        check_run(start, train_set, attention)
+        check_run(start, saved, settings, train_set, attention)
         notes += [f"resuming from {path}"]
-        notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
+        notes += changes(settings, start.saved_settings, sorted(start.saved_settings))
     else:
         check_task(saved, train_set, path)
-    notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
+    notes += [*missing_forks(saved.get("forks", {}), settings.forks), *attention]
 
     # files of the official code do not say what their identifiers stand for
     sha256 = train_set.identifiers_sha256
     same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
     weights = saved["weights"]
     # the average of frozen weights would drift towards the raw ones: so train on the average itself
-    if start.settings.freeze_weights and not start.is_resume:
+    if settings.freeze_weights and not start.is_resume:
         weights = saved.get("ema") or weights
     try:
         is_averaged = load_weights(model, weights, same_identifiers)
@@ -102,7 +102,7 @@ def load_start(start, model, train_set):
         if not start.is_resume:
             notes += changes(model.settings, saved.get("settings", {}), OF_SHAPES)
         raise UserError("; ".join([f"{path}: {e}", *notes])) from None
-    if is_averaged and start.settings.eval_only:
+    if is_averaged and settings.eval_only:
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")
     if is_averaged:
@@ -110,14 +110,14 @@ def load_start(start, model, train_set):
     return notes
 
 
-def check_run(start, train_set, attention):
+def check_run(start, saved, settings, train_set, attention):
     """Raises UserError if the run cannot go on with this model and dataset."""
     path = start.path
-    if start.saved["data_sha256"] != train_set.sha256:
-        raise UserError(f"{path} was trained on another dataset than {start.settings.data_path}: choose "
+    if saved["data_sha256"] != train_set.sha256:
+        raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose "
                         "that one, or another --out_dir")
     optimizer = start.saved_settings["optimizer"]
-    if optimizer != start.settings.optimizer:
+    if optimizer != settings.optimizer:
         raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
                         "--init_from=FILE begins with its weights")
     if attention:

@@ -135,7 +135,7 @@ def set_variables(variables, monkeypatch):
 
 
 @pytest.mark.parametrize("variables, place", [
-    ("RANK= WORLD_SIZE= LOCAL_RANK=3", devices.Place()),
+    ("RANK= WORLD_SIZE= LOCAL_RANK=x", devices.Place()),
     (f"{ADDRESS} SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 PET_NNODES=1:1", devices.Place()),
     (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 {TASKS}",
      devices.Place(1, 2, 1, 1, joins=True)),
@@ -147,8 +147,9 @@ def test_the_place_that_an_environment_names(variables, place, monkeypatch):
 
 
 @pytest.mark.parametrize("variables, words", [
-    ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
-    (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need all four, .* one process needs `env -u RANK"),
+    ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 .* GROUP_RANK= in the environment: "),
+    (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need the first four, .* one process needs `env -u RANK"),
+    (f"{ADDRESS} RANK=0 WORLD_SIZE=2 LOCAL_RANK=x", "LOCAL_RANK=x"),
     (f"{ADDRESS} RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT=65536 .* below 65536"),
     (TASKS, "^SLURM_STEP_NUM_TASKS=2 .* torchrun joins them"),
     ("PMI_SIZE=2 WORLD_SIZE=1", "torchrun joins them"),

@@ -454,7 +454,7 @@ model.TRM = Other
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["a.pt"], "usage"),
+    (["a.pt", "--help=1"], "usage"),
     (["identifiers.pt", "page.html"], "identifiers.pt: it has 2 puzzle identifiers, for ARC see"),
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
     (["model.pt", "other.py", "page.html"], "model.pt: a fork changes the answers: a page cannot"),

@@ -34,6 +34,7 @@ from puzzles import score
 from runtime.checkpoint import Checkpoints, checkpoint_paths
 from runtime.errors import UserError
 from runtime.log import listed
+from runtime.process import StepDropped
 
 # A run
 
@@ -82,7 +83,7 @@ def test_an_average_that_is_not_finite_ends_the_run(data, monkeypatch, flag, wor
 def test_a_stop_that_drops_a_step_saves_no_weights_that_are_not_finite(data, monkeypatch):
     def step(run, state, inputs, cycles):
         if next(steps) == 2:
-            raise KeyboardInterrupt
+            raise StepDropped
         inputs["rates"]["lr"].fill_(math.nan)
         return train_step(run, state, inputs, cycles)
 

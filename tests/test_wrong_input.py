@@ -121,7 +121,6 @@ def assert_refused(script, code, error, words, before, after):
 RESUME = "--init_from=resume --out_dir=out/run "
 BEGIN = "--init_from=out/run/ckpt_00000002.pt "
 TRAIN = {
-    "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
     "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: 2 does",
     "--lr=nan": "lr must be above 0 | not nan",
@@ -130,7 +129,6 @@ TRAIN = {
     "--seed=-1": "seed must be 0 or more and below 2^31, not -1",
     "--hidden_size=1000000": "memory",
     "--global_batch_size=2147483647": "out of memory on the device: a lower global_batch_size",
-    "--L_cycles_start=0": "L_cycles_start must be above 0",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
     "--max_steps=0 --epochs=0": "epochs=0 of 16 puzzles are less than one batch",
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
