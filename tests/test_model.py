@@ -202,3 +202,12 @@ def test_the_sparse_puzzle_embedding_is_signsgd_on_the_rows_in_the_batch(num_row
     assert packed.shape == (min(num_rows, 8), 6)  # what ranks exchange does not grow with the table
     sign_sgd(table, packed, 0.01, 0.3)
     torch.testing.assert_close(table, want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_row_that_many_sequences_share_moves_at_any_number():
+    """The sum of 8192 identifiers 8191 is beyond the integers that float32 holds."""
+    n = 8192
+    table = torch.ones(n, 1)
+    packed = pack_rows(torch.full((n,), n - 1), torch.ones(n, 1), n, n, torch.tensor([0]))
+    sign_sgd(table, packed, 0.5, 0)
+    assert table[-1] == 0.5 and table[:-1].eq(1).all()
