@@ -127,6 +127,8 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
     if isinstance(questions, list):
+        if not questions:
+            return [], []
         from puzzles.text import parse  # training does without
         tokens = np.concatenate([[*parse(trm.task, text).values()] for text in questions])
         if len(tokens) != len(questions):
