@@ -278,8 +278,7 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
         indices: which of its examples, int [n]; each rank takes its part of them.
         title: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: the name in out_dir of the arrays in eval_save_outputs, without its ending; "": no file, nor
-            ARC's submission.json, is written.
+        save_to: file stem in out_dir for eval_save_outputs. Empty: writes nothing, submission.json included.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -362,7 +361,7 @@ def means(ranks):
 # Files that an evaluation leaves in out_dir
 
 def save_file(settings, device, should_stop, name, write):
-    """Writes a file of out_dir, and uploads it where no mirror does: it copies rank 0's folder, in training.
+    """Writes a file of out_dir. Uploads it unless the training run's mirror will: it copies rank 0's files.
 
     What fails costs a line on stderr, and not the evaluation. write: a function of the open file.
     """
