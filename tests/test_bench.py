@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, TrainProcess, xla_environment
+from helpers import DATA, ROOT, TINY, TrainProcess, xla_environment
 
 import bench
 
@@ -26,6 +26,14 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
     assert 0 < figures["host_ms"] < figures["step_ms"]
     assert figures["examples_per_sec"] == pytest.approx(16e3 / figures["step_ms"])
     assert min(figures[name] for name in ("tflops", "steps_per_hour", "evaluation_ms")) > 0
+
+
+def test_a_missing_dataset_is_made_as_for_training(monkeypatch):
+    measured = []
+    monkeypatch.setattr(bench, "bench", lambda settings, *_: measured.append(settings.data_path))
+    prepare = f"--data_prepare=prepare_sudoku.py {DATA} --output_dir=made"
+    bench.main(["--device=cpu", "--data_path=made", prepare])
+    assert measured == ["made"]
 
 
 @pytest.mark.parametrize("flags, size, steps", [
