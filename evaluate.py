@@ -227,20 +227,21 @@ class Queue:
             if attempt and self.halted[i]:
                 self.slots[i] = None
                 result = {name: array[i] for name, array in arrays.items()}
+                result["surest_preds"] = attempt.turned_back(result["surest_preds"])
                 self.record(attempt, result)
 
     def record(self, attempt, new):
         """Records what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
-        new["surest_preds"] = attempt.turned_back(new["surest_preds"])
-
-        # the first attempt counts by itself, and the surest answer of all
         results = self.results
         is_first = attempt.symmetry is None
-        is_surer = is_first or new["surest_q_halt_logits"] > results["surest_q_halt_logits"][puzzle]
-        for name in results.keys() & new.keys():
-            counts = is_surer if name in SUREST else is_first
-            if counts:
+
+        # the results of the first attempt, and the most confident answer of all attempts
+        if is_first:
+            for name in ("preds", "q_halt_logits", *model.METRICS, *model.LOSS_TERMS):
+                results[name][puzzle] = new[name]
+        if is_first or new["surest_q_halt_logits"] > results["surest_q_halt_logits"][puzzle]:
+            for name in SUREST:
                 results[name][puzzle] = new[name]
         results["attempts"][puzzle] += 1
 
