@@ -152,7 +152,7 @@ def find_or_make_dataset(path, folder, size=Settings.size):
     print(f"dataset: 1000 random puzzles of {size}x{size} cells, see --size, as {path} is not here")
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
-    random_path = os.path.join(folder, "random")
+    random_path = f"{folder}/random"
     write_dataset(random_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
     return random_path
 

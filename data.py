@@ -212,11 +212,11 @@ class Dataset:
 
         # ARC, also in the official code's datasets: a group brings all examples of a version
         if self.makes_versions or self.epoch_examples > self.total_groups:
-            batches = []
+            drawn = []
             for epoch, own in parts:
-                versions, members, translation_draws = draw_examples(self, seed, epoch)
-                batches.append(self._batch(versions[own], members[own], translation_draws[own]))
-            return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+                drawn.append([array[own] for array in draw_examples(self, seed, epoch)])
+            versions, members, translation_draws = map(np.concatenate, zip(*drawn))
+            return self._batch(versions, members, translation_draws)
 
         # Sudoku and mazes: a group brings one example, of a version that the step draws
         groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in parts])

@@ -121,21 +121,21 @@ def sign_sgd(puzzle_emb, packed, lr, weight_decay):
     """
     assert len(puzzle_emb) < 2 ** 24, "float32 holds no larger identifiers"
     if len(packed) == len(puzzle_emb):
-        # bin i has the sequences of row i
-        identifiers = torch.arange(len(packed), device=packed.device)
+        # bin i has all sequences of row i
+        rows = slice(None)
         total = packed
     else:
-        # a bin has one sequence; bins with the same identifier add up in the first one of them
-        identifiers = packed[:, -2].long()
-        is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [bins, bins]
+        # a bin has one sequence; bins of the same row add up in the first one of them
+        rows = packed[:, -2].long()
+        is_same = rows.unsqueeze(0) == rows.unsqueeze(1)  # [bins, bins]
         first_bin = is_same.int().argmax(1)
         total = add_up(packed, first_bin, len(packed))[first_bin]
 
-    # bins with the same identifier write the same new row; a bin without a sequence writes the old row
+    # bins of the same row write the same new row; a bin without a sequence writes the old row
     is_held = total[:, -1:] > 0
-    old = puzzle_emb[identifiers]
+    old = puzzle_emb[rows]
     change = weight_decay * old + torch.sign(total[:, :-2])
-    puzzle_emb[identifiers] = old - is_held * lr * change
+    puzzle_emb[rows] = old - is_held * lr * change
 
 
 # ---------------------------------------------------------------------------------------------------------
