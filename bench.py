@@ -44,18 +44,15 @@ def bench(settings, num_steps, device_type, replica_batch_size):
     """Measures on every replica, and prints on rank 0; settings: train.py's."""
     device = open_device(device_type, settings)
     process.restart_watchdog(0)  # of the start of a new process
-    settings = copy.copy(settings)  # replicas may be threads
-    batch_size = settings.global_batch_size
 
     # the steps of train.py, at the batch to measure
     if device_type == "cpu" and "global_batch_size" not in settings.assigned:
         replica_batch_size = replica_batch_size or CPU_BATCH_SIZE
-    if replica_batch_size:
-        settings.global_batch_size = replica_batch_size * device.world
-    run, next_inputs = new_run(settings, device)
+    run, next_inputs = new_run(settings, device, replica_batch_size)
     with reporting_full_memory(run.micro_batch_size):
         figures = measure(run, next_inputs, num_steps)
     # the config's run has its own batch, whatever the measured one is
+    batch_size = settings.global_batch_size
     steps_per_hour = figures["steps_per_hour"] = 3600 * figures["examples_per_sec"] / batch_size
 
     if device.rank == 0:
@@ -123,13 +120,16 @@ def measure(run, next_inputs, num_steps):
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
-def new_run(settings, device):
+def new_run(settings, device, replica_batch_size=0):
     """Returns a train.Run for the dataset, and a function that returns its next step's inputs.
 
-    The settings of the Run have the forward_dtype in use. Raises UserError for a batch that does not divide.
+    The Run's settings have the forward_dtype and the batch in use. Raises UserError for a batch that does not
+    divide. replica_batch_size: see Settings.
     """
-    settings = copy.copy(settings)
+    settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, _ = device.choose_dtype(settings.forward_dtype)
+    if replica_batch_size:
+        settings.global_batch_size = replica_batch_size * device.world
     check_batch_size(settings, device)
     # the dataset has the model's sizes
     train_set = data.Dataset(settings.data_path, "train")
@@ -185,7 +185,7 @@ def main(argv):
 
     print(f"device {device_type}: {reason}; the first steps can take minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        path = data.get_dataset(settings, process.STOP.is_set)
+        path = data.get_dataset(settings, lambda: False)
         settings.data_path = find_or_make_dataset(path, folder, bench_settings.size)
         measured = settings, bench_settings.steps, device_type, bench_settings.replica_batch_size
         spawn = spawner(device_type)

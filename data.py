@@ -208,7 +208,7 @@ class Dataset:
         own_slice = rank_slice(batch_size, rank, world)
         positions = step * batch_size + np.arange(batch_size)[own_slice]
         epochs, positions = np.divmod(positions, self.epoch_examples)
-        parts = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
+        parts = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs)]
 
         # ARC, also in the official code's datasets: a group brings all examples of a version
         if self.makes_versions or self.epoch_examples > self.total_groups:

@@ -87,16 +87,16 @@ class Evaluator:
         batch = dict(sequences=sequences, answers=slots["answers"])
         if self.model.has_puzzle_emb:
             batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
-
-        def body(weights, micro_batch):
-            return {}, self.step_slots(weights, micro_batch)  # only training adds something up
-
-        _, (new, values) = self.device.for_each_micro_batch(body, {}, weights, batch, self.micro_batch_size)
+        _, (new, values) = self.device.for_each_micro_batch(
+            self.step_slots, {}, weights, batch, self.micro_batch_size)
         tree_map(torch.Tensor.copy_, slots, new)
         return values
 
     def step_slots(self, weights, micro_batch):
-        """Runs a supervision step of some slots; returns the slots after it, and the values of eval_step."""
+        """Runs a supervision step of some slots.
+
+        Returns {}, since only training adds something up; the slots after the step, and eval_step's values.
+        """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
         check_values(result.values, len(is_new))
@@ -107,7 +107,8 @@ class Evaluator:
         if self.settings.eval_patience:
             halted |= answers["repeats"] >= self.settings.eval_patience
         new_slots = dict(sequences=result.sequences | dict(halted=halted), answers=answers)
-        return new_slots, result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted)
+        values = result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted)
+        return {}, (new_slots, values)
 
 
 def update_answers(answers, result, is_new):
@@ -234,19 +235,20 @@ class Queue:
         """Records what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
         results = self.results
-        is_first = attempt.symmetry is None
+        surest = results["surest_q_halt_logits"]
 
-        # the results of the first attempt, and the most confident answer of all attempts
-        if is_first:
-            for name in ("preds", "q_halt_logits", *model.METRICS, *model.LOSS_TERMS):
-                results[name][puzzle] = new[name]
-        if is_first or new["surest_q_halt_logits"] > results["surest_q_halt_logits"][puzzle]:
-            for name in SUREST:
-                results[name][puzzle] = new[name]
+        # all of the first attempt counts, and of another one its answer if it is surer
+        names = ()
+        if attempt.symmetry is None:
+            names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
+        elif new["surest_q_halt_logits"] > surest[puzzle]:
+            names = SUREST
+        for name in names:
+            results[name][puzzle] = new[name]
         results["attempts"][puzzle] += 1
 
         # an unsure puzzle waits for an attempt at another copy, if there is one
-        is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
+        is_sure = sigmoid(surest[puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             copies = attempt.copies or self.copies_of(self.indices[puzzle])
             copy = next(copies, None)

@@ -60,8 +60,8 @@ class TRM(nn.Module):
         self.sizes = dict(
             seq_len=seq_len, vocab_size=vocab_size, num_puzzle_identifiers=num_puzzle_identifiers)
         D = settings.hidden_size
-        if settings.loss_type not in LOSSES:  # a checkpoint may name the loss of a fork that is not loaded
-            raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, not {settings.loss_type!r}")
+        if settings.loss_type not in LOSSES:  # a checkpoint's may be in a fork
+            raise ValueError(f"there is no loss_type {settings.loss_type!r}: run the fork that has it")
 
         # the positions: those of the puzzle embedding, where there is one, and the cells
         self.has_puzzle_emb = settings.puzzle_emb_ndim > 0

@@ -192,8 +192,7 @@ def exploration(settings, step, total_steps):
     last = settings.halt_exploration_prob_end
     if last == -1:
         return first
-    last_step = max(1, total_steps - 1)
-    return first + (last - first) * step / last_step
+    return first + (last - first) * step / max(1, total_steps - 1)
 
 
 def cycles_at(settings, examples_per_epoch, step):
@@ -204,5 +203,7 @@ def cycles_at(settings, examples_per_epoch, step):
     def grown(first, last):
         return last if examples >= length else first + int((last - first) * examples // length)
 
-    H_cycles = grown(settings.H_cycles_start, settings.H_cycles)
-    return H_cycles, grown(settings.L_cycles_start, settings.L_cycles)
+    return (
+        grown(settings.H_cycles_start, settings.H_cycles),
+        grown(settings.L_cycles_start, settings.L_cycles),
+    )

@@ -19,7 +19,6 @@ from evaluate import Evaluator, save_file, weights_of
 from puzzles import kind_of, sigmoid
 from puzzles.maze import Maze, long_mazes
 from puzzles.sudoku import Sudoku, minimal_sudokus
-from runtime.bucket import Mirror
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError
 from runtime.saved import load_weights, read_checkpoint
@@ -101,16 +100,6 @@ def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
     settings = SimpleNamespace(out_dir="/proc/self/full", gcs_dir="")
     save_file(settings, SimpleNamespace(rank=0), lambda: False, "submission.json", lambda f: None)
     assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err
-
-
-def test_the_mirror_leaves_arrays_of_other_ranks_to_them():
-    """Ranks of one host share its folder."""
-    for name in "eval_00000040.npz", "eval_00000040.0.npz", "eval_00000040.1.npz":
-        Path(name).touch()
-    uploaded = {}
-    bucket = SimpleNamespace(write=uploaded.setdefault, list=list)
-    Mirror(SimpleNamespace(out_dir=".", newest="", outdated=lambda *_: []), bucket).copy()
-    assert [*uploaded] == ["eval_00000040.npz", "eval_00000040.0.npz"]
 
 
 def test_a_kind_without_symmetries_has_one_attempt(random_puzzles, arc_folder):

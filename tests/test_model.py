@@ -75,7 +75,7 @@ def test_the_softmax_loss_is_torchs_mean_over_a_sequences_labeled_cells():
 
 def test_a_loss_that_is_not_here_is_named():
     """test_solve.py solves without it."""
-    with pytest.raises(ValueError, match="loss_type must be one of stablemax_cross_entropy, softmax"):
+    with pytest.raises(ValueError, match="no loss_type 'sofmax_cross_entropy': run the fork"):
         tiny(loss_type="sofmax_cross_entropy")
 
 
