@@ -131,7 +131,7 @@ class Dataset:
         self.group_indices = self.read("group_indices")
         self.total_groups = len(self.group_indices) - 1
 
-        # the rows row_indices[i]:row_indices[i + 1] are those of version i, or for ARC of group i's versions
+        # row_indices[i]:row_indices[i + 1] are the rows of version i, in ARC of group i for all its versions
         self.makes_versions = os.path.exists(f"{self.folder}/all__versions.npy")
         if self.makes_versions:
             self.versions = self.read("versions")
@@ -207,26 +207,22 @@ class Dataset:
         # the epochs follow each other in an endless stream of examples, which the batches cut
         own_slice = rank_slice(batch_size, rank, world)
         positions = step * batch_size + np.arange(batch_size)[own_slice]
+        epochs, positions = np.divmod(positions, self.epoch_examples)
+        parts = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs)]
 
         # ARC, also in the official code's datasets: a group brings all examples of a version
         if self.makes_versions or self.epoch_examples > self.total_groups:
-            return self._batch(*self.stream(draw_examples, seed, positions))
+            drawn = []
+            for epoch, own in parts:
+                drawn.append([array[own] for array in draw_examples(self, seed, epoch)])
+            versions, members, translation_draws = map(np.concatenate, zip(*drawn))
+            return self._batch(versions, members, translation_draws)
 
-        # Sudoku and mazes: a group brings one example, of a version that the step draws. The draws are every
-        # second number of their stream, so that batches stay those of the runs in records/.
-        [groups] = self.stream(draw_groups, seed, positions)
-        draws = generator(seed, EXAMPLE, step).random(2 * batch_size)[::2]
-        versions = random_members(self.group_indices, groups, draws[own_slice])
-        return self._batch(versions, members=0)
-
-    def stream(self, draw, seed, positions):
-        """Returns what draw, draw_groups or draw_examples, has at these positions [b] of the epochs."""
-        epochs, positions = np.divmod(positions, self.epoch_examples)
-        parts = []
-        for epoch in np.unique(epochs).tolist():
-            own = positions[epochs == epoch]
-            parts.append([array[own] for array in draw(self, seed, epoch)])
-        return map(np.concatenate, zip(*parts))
+        # Sudoku and mazes: a group brings one example, of a version that the step draws
+        groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in parts])
+        # an example has two numbers and uses the first: batches stay those of the runs in records/
+        draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
+        return self._batch(random_members(self.group_indices, groups, draws), members=0)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
@@ -339,8 +335,8 @@ def batch_of(inputs, labels, identifiers, ignored_label):
 
 @functools.lru_cache(maxsize=4)  # a batch spans one or two epochs, or more if they are small
 def draw_groups(dataset, seed, epoch):
-    """Returns one array, the groups of an epoch in random order [n]; they follow from (seed, epoch)."""
-    return [generator(seed, ORDER, epoch).permutation(dataset.total_groups)]
+    """Returns the groups of an epoch in random order [n]; they follow from (seed, epoch)."""
+    return generator(seed, ORDER, epoch).permutation(dataset.total_groups)
 
 
 @functools.lru_cache(maxsize=4)
@@ -352,7 +348,7 @@ def draw_examples(dataset, seed, epoch):
     group that one batch cuts.
     """
     # a group brings as many examples as its largest version has; a smaller version repeats its examples
-    [groups] = draw_groups(dataset, seed, epoch)
+    groups = draw_groups(dataset, seed, epoch)
     sizes = dataset.group_sizes[groups]
     owners = np.repeat(groups, sizes)
     members = ranges(0 * sizes, sizes)

@@ -87,16 +87,16 @@ class Evaluator:
         batch = dict(sequences=sequences, answers=slots["answers"])
         if self.model.has_puzzle_emb:
             batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
-
-        def body(weights, micro_batch):
-            return {}, self.step_slots(weights, micro_batch)  # only training adds something up
-
-        _, (new, values) = self.device.for_each_micro_batch(body, {}, weights, batch, self.micro_batch_size)
+        _, (new, values) = self.device.for_each_micro_batch(
+            self.step_slots, {}, weights, batch, self.micro_batch_size)
         tree_map(torch.Tensor.copy_, slots, new)
         return values
 
     def step_slots(self, weights, micro_batch):
-        """Runs a supervision step of some slots; returns the slots after it, and the values of eval_step."""
+        """Runs a supervision step of some slots.
+
+        Returns {}, since only training adds something up; the slots after the step, and eval_step's values.
+        """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
         check_values(result.values, len(is_new))
@@ -107,7 +107,8 @@ class Evaluator:
         if self.settings.eval_patience:
             halted |= answers["repeats"] >= self.settings.eval_patience
         new_slots = dict(sequences=result.sequences | dict(halted=halted), answers=answers)
-        return new_slots, result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted)
+        values = result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted)
+        return {}, (new_slots, values)
 
 
 def update_answers(answers, result, is_new):
@@ -227,25 +228,27 @@ class Queue:
             if attempt and self.halted[i]:
                 self.slots[i] = None
                 result = {name: array[i] for name, array in arrays.items()}
+                result["surest_preds"] = attempt.turned_back(result["surest_preds"])
                 self.record(attempt, result)
 
     def record(self, attempt, new):
         """Records what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
-        new["surest_preds"] = attempt.turned_back(new["surest_preds"])
-
-        # the first attempt counts by itself, and the surest answer of all
         results = self.results
-        is_first = attempt.symmetry is None
-        is_surer = is_first or new["surest_q_halt_logits"] > results["surest_q_halt_logits"][puzzle]
-        for name in results.keys() & new.keys():
-            counts = is_surer if name in SUREST else is_first
-            if counts:
-                results[name][puzzle] = new[name]
+        surest = results["surest_q_halt_logits"]
+
+        # all of the first attempt counts, and of another one its answer if it is surer
+        names = ()
+        if attempt.symmetry is None:
+            names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
+        elif new["surest_q_halt_logits"] > surest[puzzle]:
+            names = SUREST
+        for name in names:
+            results[name][puzzle] = new[name]
         results["attempts"][puzzle] += 1
 
         # an unsure puzzle waits for an attempt at another copy, if there is one
-        is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
+        is_sure = sigmoid(surest[puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             copies = attempt.copies or self.copies_of(self.indices[puzzle])
             copy = next(copies, None)
@@ -278,8 +281,7 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
         indices: which of its examples, int [n]; each rank takes its part of them.
         title: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: the name in out_dir of the arrays in eval_save_outputs, without its ending; "": no file, nor
-            ARC's submission.json, is written.
+        save_to: file stem in out_dir for eval_save_outputs. Empty: writes nothing, submission.json included.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -362,7 +364,7 @@ def means(ranks):
 # Files that an evaluation leaves in out_dir
 
 def save_file(settings, device, should_stop, name, write):
-    """Writes a file of out_dir, and uploads it where no mirror does: it copies rank 0's folder, in training.
+    """Writes a file of out_dir. Uploads it unless the training run's mirror will: it copies rank 0's files.
 
     What fails costs a line on stderr, and not the evaluation. write: a function of the open file.
     """

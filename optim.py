@@ -76,8 +76,8 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 # ---------------------------------------------------------------------------------------------------------
 # The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange gradients in bins.
-# There is a bin for each row of the table, or for each sequence of the batch if those are fewer: Sudoku has
-# one row, ARC many thousands.
+# A bin is a row of the table, or a sequence of the batch if the table has more rows: Sudoku has one row, ARC
+# many thousands.
 
 def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
@@ -90,7 +90,7 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
     Returns [min(num_rows, batch_size), D' + 2]. A bin has the sum of its sequences' gradients, the sum of
-    their identifiers, and their number.
+    their identifiers, which sign_sgd reads where a bin is one sequence, and their number.
     """
     own_size = len(identifiers)
     bins = identifiers
@@ -120,20 +120,22 @@ def sign_sgd(puzzle_emb, packed, lr, weight_decay):
     puzzle_emb: [N, D']. packed: the sum of pack_rows over all ranks. lr: [1].
     """
     assert len(puzzle_emb) < 2 ** 24, "float32 holds no larger identifiers"
-    # the sequences of a bin have the same identifier, which is their mean; an empty bin gets identifier 0
-    means = packed[:, -2] / packed[:, -1].clamp(min=1)
-    identifiers = means.round().long()
+    if len(packed) == len(puzzle_emb):
+        # bin i has all sequences of row i
+        rows = slice(None)
+        total = packed
+    else:
+        # a bin has one sequence; bins of the same row add up in the first one of them
+        rows = packed[:, -2].long()
+        is_same = rows.unsqueeze(0) == rows.unsqueeze(1)  # [bins, bins]
+        first_bin = is_same.int().argmax(1)
+        total = add_up(packed, first_bin, len(packed))[first_bin]
 
-    # bins with the same identifier add up in the first one of them
-    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [bins, bins]
-    first_bin = is_same.int().argmax(1)
-    total = add_up(packed, first_bin, len(packed))[first_bin]
-
-    # bins with the same identifier write the same new row; without a sequence they write the old row
+    # bins of the same row write the same new row; a bin without a sequence writes the old row
     is_held = total[:, -1:] > 0
-    old = puzzle_emb[identifiers]
+    old = puzzle_emb[rows]
     change = weight_decay * old + torch.sign(total[:, :-2])
-    puzzle_emb[identifiers] = old - is_held * lr * change
+    puzzle_emb[rows] = old - is_held * lr * change
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -190,8 +192,7 @@ def exploration(settings, step, total_steps):
     last = settings.halt_exploration_prob_end
     if last == -1:
         return first
-    last_step = max(1, total_steps - 1)
-    return first + (last - first) * step / last_step
+    return first + (last - first) * step / max(1, total_steps - 1)
 
 
 def cycles_at(settings, examples_per_epoch, step):
@@ -202,5 +203,7 @@ def cycles_at(settings, examples_per_epoch, step):
     def grown(first, last):
         return last if examples >= length else first + int((last - first) * examples // length)
 
-    H_cycles = grown(settings.H_cycles_start, settings.H_cycles)
-    return H_cycles, grown(settings.L_cycles_start, settings.L_cycles)
+    return (
+        grown(settings.H_cycles_start, settings.H_cycles),
+        grown(settings.L_cycles_start, settings.L_cycles),
+    )

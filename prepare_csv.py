@@ -50,6 +50,8 @@ def main(settings):
         rows = csv_rows(path, symbols=settings.symbols)
         files[path] = list(distinct_rows(path, rows, settings.several_answers))
     kind = kind_of(new_task(settings, [row for rows in files.values() for _, row in rows]))
+    if kind.versions_vote:
+        raise UserError("versions vote on puzzles of this kind, which prepare_arc.py makes")
 
     # turn them into tokens, [2, n, cells]: questions and answers
     puzzles = [read_puzzles(path, rows, kind) for path, rows in files.items()]

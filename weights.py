@@ -51,6 +51,7 @@ def load_model(path, cells=0, defaults=None):
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
     settings = configurator.Values((defaults or {}) | saved["settings"])
+    settings.loss_type = "softmax_cross_entropy"  # no answer depends on it, and a fork's may not be here
     # these puzzles may have another size than those in training
     seq_len = cells or saved["sizes"]["seq_len"]
     task = kind_of(saved["task"]).resized(seq_len).task
@@ -161,6 +162,8 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
     if isinstance(questions, list):
+        if not questions:
+            return [], []
         from puzzles.text import parse  # training does without
         tokens = np.concatenate([[*parse(trm.task, text).values()] for text in questions])
         if len(tokens) != len(questions):

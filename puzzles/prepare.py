@@ -275,16 +275,16 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         copies = kind.training_copies(block, num_copies, rng, test_keys)
         # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
         blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
+    versions = np.concatenate(blocks, axis=1)
 
     # write the files
     counts = left_out | {
         "training puzzles": train.shape[1],
-        "copies of each": copies.shape[2],  # there may be fewer than num_copies
+        "copies of each": versions.shape[2] - 1,  # there may be fewer than num_copies
         "test puzzles": test.shape[1],
     }
     manifest = kind.task | {"command": command_of(script, settings), "counts": counts}
-    splits = {"train": np.concatenate(blocks, axis=1), "test": test}
-    write_dataset(settings.output_dir, splits, len(kind.symbols), manifest)
+    write_dataset(settings.output_dir, {"train": versions, "test": test}, len(kind.symbols), manifest)
     print_report(settings, config, counts)
     return settings.output_dir
 

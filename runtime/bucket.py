@@ -261,7 +261,8 @@ class Mirror:
         newest = self.checkpoints.newest
         # a log comes first: it is small, and finds out whether the token has expired. A .json comes after its
         # .pt, which it proves complete, and the newest checkpoint's after all that a machine needs to resume.
-        files = ("log.txt", "metrics.jsonl", "run.json", "submission.json", "eval_*.npz",
+        files = ("log.txt", "metrics.jsonl", "run.json",
+                 "submission.json", "eval_????????.npz", "eval_*.0.npz",  # other ranks upload theirs
                  "best.pt", "best.json", f"{newest}.pt", f"{newest}.json")
         for pattern in files:
             for path in Path(self.checkpoints.out_dir).glob(pattern):

@@ -126,6 +126,7 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (MANY, "", "257 symbols.* 1 to 255"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
     (GOOD, "--kind=sudoku", r"do not fit kind sudoku, whose are \[2, 2\]"),
+    (GOOD, "--kind=arc --symbols=|0123456789", "which prepare_arc.py makes"),
     (GOOD, "--permute_symbols=1-4", r"permute_symbols='1-4': must be symbols of \['\.', '1', .*, each once"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):

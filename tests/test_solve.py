@@ -59,6 +59,7 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
     for path in "alone.pt", "sudoku/ckpt_00000070.pt":
         trm = load_model(path)
         assert weights.solve(trm, questions[:20], steps=4)[0] == answers[:20]
+        assert weights.solve(trm, []) == ([], [])
         assert len(trm.test_puzzles["inputs"]) == 60 and trm.step == 70
     solve.load("alone.pt", [])
 
