@@ -240,7 +240,7 @@ class Queue:
         # all of the first attempt counts, and of another one its answer if it is surer
         names = ()
         if attempt.symmetry is None:
-            names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
+            names = results.keys() & new.keys()
         elif new["surest_q_halt_logits"] > surest[puzzle]:
             names = SUREST
         for name in names:

@@ -350,9 +350,12 @@ def file_of(path):
 
 
 def choose_model(text):
-    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError."""
+    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError.
+
+    Models of a fork, which may take every size, come last.
+    """
     paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
-    for path in sorted(paths, key=os.path.getsize):
+    for path in sorted(paths, key=lambda path: (len(weights.own_forks(path)), os.path.getsize(path))):
         kind = kind_of(read_torch_file(path)["task"])
         kinds = weights.sizes_of(kind) if weights.own_forks(path) else [kind]
         if taking(kinds, text):
