@@ -3,8 +3,9 @@
     python bench.py                                               this machine; on a CPU, at a small batch
     python bench.py config/sudoku.py --global_batch_size=32       any config file and setting of train.py
 
-The settings below are bench.py's own, all others train.py's. Where data_path is missing, random puzzles take
-its place. The last two lines say how many steps an hour has, as --max_steps=N, and all figures as one JSON
+The settings below are bench.py's own, all others train.py's. Where data_path is missing, data_prepare makes
+it as for training; without data_prepare, random puzzles take its place, whose --size decides what a step
+costs. The last two lines say how many steps an hour has, as --max_steps=N, and all figures as one JSON
 object. scripts/aot.py shows what a TPU makes of the steps.
 """
 import copy
@@ -33,7 +34,7 @@ class Settings:
     # what is measured
     steps: From0 = 0  # steps in a row without a wait, three times; 0: 20 on a GPU, 2 elsewhere
     replica_batch_size: From0 = 0  # sequences on each replica; 0: global_batch_size is divided among them
-    size: Above0 = 9  # side of the random puzzles where data_path is missing
+    size: Above0 = 9  # side of the random puzzles where data_path is missing and no data_prepare makes it
 
 
 CPU_BATCH_SIZE = 4  # of a replica on a CPU, where none is given: a step of the default takes minutes there
@@ -43,18 +44,15 @@ def bench(settings, num_steps, device_type, replica_batch_size):
     """Measures on every replica, and prints on rank 0; settings: train.py's."""
     device = open_device(device_type, settings)
     process.restart_watchdog(0)  # of the start of a new process
-    settings = copy.copy(settings)  # replicas may be threads
-    batch_size = settings.global_batch_size
 
     # the steps of train.py, at the batch to measure
     if device_type == "cpu" and "global_batch_size" not in settings.assigned:
         replica_batch_size = replica_batch_size or CPU_BATCH_SIZE
-    if replica_batch_size:
-        settings.global_batch_size = replica_batch_size * device.world
-    run, next_inputs = new_run(settings, device)
-    with reporting_full_memory(run):
+    run, next_inputs = new_run(settings, device, replica_batch_size)
+    with reporting_full_memory(run.micro_batch_size):
         figures = measure(run, next_inputs, num_steps)
     # the config's run has its own batch, whatever the measured one is
+    batch_size = settings.global_batch_size
     steps_per_hour = figures["steps_per_hour"] = 3600 * figures["examples_per_sec"] / batch_size
 
     if device.rank == 0:
@@ -122,12 +120,16 @@ def measure(run, next_inputs, num_steps):
 # ---------------------------------------------------------------------------------------------------------
 # train.py's steps and their inputs, which scripts/aot.py compiles
 
-def new_run(settings, device):
+def new_run(settings, device, replica_batch_size=0):
     """Returns a train.Run for the dataset, and a function that returns its next step's inputs.
 
-    It also chooses the settings' forward_dtype. Raises UserError for a batch that does not divide.
+    The Run's settings have the forward_dtype and the batch in use. Raises UserError for a batch that does not
+    divide. replica_batch_size: see Settings.
     """
+    settings = copy.copy(settings)  # replicas may be threads
     settings.forward_dtype, _ = device.choose_dtype(settings.forward_dtype)
+    if replica_batch_size:
+        settings.global_batch_size = replica_batch_size * device.world
     check_batch_size(settings, device)
     # the dataset has the model's sizes
     train_set = data.Dataset(settings.data_path, "train")
@@ -147,10 +149,10 @@ def find_or_make_dataset(path, folder, size=Settings.size):
     # a fork's own class may need no folder
     if os.path.isdir(path) or issubclass(data.Dataset, data.Generated):
         return path
-    print(f"dataset: 1000 random puzzles of {size}x{size} cells, as {path} is not here")
+    print(f"dataset: 1000 random puzzles of {size}x{size} cells, see --size, as {path} is not here")
     # random tokens stand for questions and answers; 0 is padding
     cells = np.random.default_rng(0).integers(1, size + 2, (2, 1000, size * size), dtype=np.uint8)
-    random_path = os.path.join(folder, "random")
+    random_path = f"{folder}/random"
     write_dataset(random_path, {"train": cells, "test": cells}, size + 2, {"grid": [size, size]})
     return random_path
 
@@ -180,12 +182,11 @@ def main(argv):
     settings = configurator.configure(train.Settings, operands + train_arguments)
     train.check_settings(settings)
     device_type, reason = choose_device(settings.device)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's
-        process.end_with_parent()
 
     print(f"device {device_type}: {reason}; the first steps can take minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        settings.data_path = find_or_make_dataset(settings.data_path, folder, bench_settings.size)
+        path = data.get_dataset(settings, lambda: False)
+        settings.data_path = find_or_make_dataset(path, folder, bench_settings.size)
         measured = settings, bench_settings.steps, device_type, bench_settings.replica_batch_size
         spawn = spawner(device_type)
         if spawn:

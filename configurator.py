@@ -3,7 +3,7 @@
     python train.py config/sudoku.py --lr=3e-4 --eval_only
 
 Each attribute of the class is a setting and its default: a number, a string or a bool. An annotation such as
-lr: Above0 = 1e-4 is the range of a number. Files and flags apply from left to right; a checkpoint fills in
+lr: Above0 = 1e-4 is the Rule of its values. Files and flags apply from left to right; a checkpoint fills in
 what none of them assigned.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
@@ -19,7 +19,6 @@ import builtins
 import difflib
 import hashlib
 import inspect
-import math
 import os
 import shlex
 import sys
@@ -40,15 +39,21 @@ REPLACEABLE = {"data", "evaluate", "model", "optim", "puzzles", "runtime", "trai
 FORKS = {}
 
 
-class Range(NamedTuple):
-    """The annotation of a setting: which numbers it may have."""
+class Rule(NamedTuple):
+    """The annotation of a setting: which values it may have."""
     words: str
-    holds: Callable  # a function of the number; comparisons with NaN are false
+    holds: Callable  # a function of the value; comparisons with NaN are false
 
 
-Above0 = Range("above 0", lambda number: 0 < number < math.inf)
-From0 = Range("0 or more", lambda number: 0 <= number < math.inf)
-From0To1 = Range("from 0 to 1", lambda number: 0 <= number <= 1)
+def one_of(names):
+    """Returns the Rule of a setting that is one of `names`; a fork may add names to a dict."""
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+# sizes and steps become int32 numbers
+Above0 = Rule("above 0 and below 2^31", lambda number: 0 < number < 2 ** 31)
+From0 = Rule("0 or more and below 2^31", lambda number: 0 <= number < 2 ** 31)
+From0To1 = Rule("from 0 to 1", lambda number: 0 <= number <= 1)
 
 
 class MissingSetting(UserError, AttributeError):
@@ -75,14 +80,16 @@ class Values:
         """Names the line that reads a missing setting: model.py may read one that only a copy has."""
         caller = sys._getframe(1)
         raise MissingSetting(
-            f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: a script knows what is in "
-            "train.py's own class Settings, not in that of a copy, and what config files add with new()")
+            f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: scripts have the settings of "
+            "train.py, not of a copy, and of new() in config files; weights.load_model has those in the "
+            f"model file, and defaults={{{name!r}: VALUE}}")
 
     def assign(self, name, value, where):
         """Sets a setting. Raises UserError, which names `where`, for an unknown name or another type."""
         if name not in self.defaults:
             [closest] = difflib.get_close_matches(name, self.defaults, 1, 0)
-            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help")
+            hint = "a file's own names begin with _" if where.endswith(".py") else "forks come before flags"
+            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help; {hint}")
 
         default = self.defaults[name]
         expected = type(default)
@@ -117,26 +124,27 @@ class Arguments(NamedTuple):
 # Arguments
 
 class Spawned:
-    """function(settings, *args), which each replica of engines.spawner() calls in a new process."""
+    """What engines.spawner() calls in new processes; arguments: of prepare_process.
 
-    def __init__(self, function, settings_class, settings, *args):
-        self.function = function
-        self.settings_class = settings_class
-        self.settings = settings
-        self.args = args
+    Engines call nothing before they look for chips. But pickle does: __reduce__ names what it calls there.
+    """
 
-    def __setstate__(self, state):
-        """Prepares the new process, which receives this object before the engine looks for its chips."""
-        vars(self).update(state)
-        process.end_with_parent()
-        # forks replace classes and functions here, too
-        configure(self.settings_class, self.settings.argv)
-        process.on_signals(is_spawned=True)
-        # an engine may wait for chips forever; replica() restarts the watchdog
-        process.restart_watchdog(process.START_TIMEOUT, suspended=0)
+    def __init__(self, *arguments):
+        self.arguments = arguments
 
-    def __call__(self, index):
-        self.function(self.settings, *self.args)
+    def __reduce__(self):
+        return prepare_process, self.arguments
+
+
+def prepare_process(function, settings_class, settings, *args):
+    """Prepares a new process for its replica; returns function(settings, *args), which an engine calls."""
+    process.end_with_parent()
+    # forks replace classes and functions here, too
+    configure(settings_class, settings.argv)
+    process.on_signals(is_spawned=True)
+    # an engine may wait for chips forever; replica() restarts the watchdog
+    process.restart_watchdog(process.START_TIMEOUT, suspended=0)
+    return lambda index: function(settings, *args)
 
 
 def start(main, settings_class):
@@ -146,13 +154,13 @@ def start(main, settings_class):
 
 def split_arguments(settings_class, argv):
     """Returns the Arguments in argv of a script that has settings of its own beside train.py's."""
-    own_names = {"help", *read_settings(settings_class)}
+    own_names = read_settings(settings_class)
     own_flags = []
     operands = []
     train_arguments = []
     for argument in argv:
         is_flag = argument.startswith("-")
-        if is_flag and argument.lstrip("-").partition("=")[0] in own_names:
+        if argument == "--help" or is_flag and argument[2:].partition("=")[0] in own_names:
             own_flags.append(argument)
         elif is_flag or argument.endswith(".py"):
             train_arguments.append(argument)
@@ -164,8 +172,8 @@ def split_arguments(settings_class, argv):
 def configure(settings_class, argv):
     """Returns the Values of a script's class Settings after the config files and flags in argv.
 
-    --help prints the settings and exits. Raises UserError for an unknown name, a wrong type, a number out of
-    its Range, and a file that fails to run.
+    --help prints the settings and exits. Raises UserError for an unknown name, a wrong type, a value that
+    breaks its Rule, and a file that fails to run.
     """
     if "--help" in argv:
         print_help(settings_class)
@@ -175,13 +183,15 @@ def configure(settings_class, argv):
         read = read_flag if argument.startswith("-") else run_file
         for name, value in read(argument, settings).items():
             settings.assign(name, value, argument)
-    check_ranges(settings_class, settings)
+    check_rules(settings_class, settings)
     return settings
 
 
 def read_flag(flag, settings):
     """Returns {name: value} of a flag, --name=text or --name for a bool."""
-    name, equals, text = flag.lstrip("-").partition("=")
+    if not flag.startswith("--"):
+        raise UserError(f"{flag}: a flag begins with two dashes: -{flag}")
+    name, equals, text = flag[2:].partition("=")
     expected = type(settings.defaults.get(name, ""))
     value = text
     if not equals:
@@ -219,8 +229,9 @@ def run_file(path, settings):
                 raise ValueError(f"{name} is a setting already; its default is {settings.defaults[name]!r}")
             visible[name] = vars(settings).setdefault(name, value)
 
-    # The file sees the settings as it sees Python's builtins. So its own names are those that it assigns,
-    # in whatever way.
+    # exec() looks a name up in its dict, and then in the dict's __builtins__, as Python documents it. The
+    # settings are there, so that `names` has only what the file assigns, in whatever way: a subclass of dict
+    # with its own __setitem__ would not see `global` in a function, nor globals().update().
     visible = vars(builtins) | vars(settings) | dict(run=run, new=new)
     names = {"__file__": path, "__builtins__": visible}
     try:
@@ -231,8 +242,7 @@ def run_file(path, settings):
         # name the innermost line outside of this file
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename != __file__]
-        where = lines[-1] if lines else path
-        raise UserError(f"{where}: {one_line(e)}") from None
+        raise UserError(f"{[path, *lines][-1]}: {one_line(e)}") from None
 
     # from here on its functions see no settings
     visible.clear()
@@ -309,15 +319,12 @@ def read_settings(settings_class):
     return {name: value for name, value in items if type(value) in TYPES and not name.startswith("__")}
 
 
-def check_ranges(settings_class, settings):
-    """Raises UserError for the first number out of its Range."""
-    for name, annotation in settings_class.__annotations__.items():
-        number = vars(settings).get(name)
-        if isinstance(annotation, Range) and not annotation.holds(number):
-            raise UserError(f"{name} must be {annotation.words}, not {number}")
-        # steps and sizes become int32 numbers
-        if type(number) is int and number >= 2 ** 31:
-            raise UserError(f"{name} must be below 2^31, not {number}")
+def check_rules(settings_class, settings):
+    """Raises UserError for the first value that breaks its Rule."""
+    for name, rule in settings_class.__annotations__.items():
+        value = vars(settings).get(name)
+        if isinstance(rule, Rule) and not rule.holds(value):
+            raise UserError(f"{name} must be {rule.words}, not {value!r}")
 
 
 def print_help(settings_class):

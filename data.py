@@ -95,11 +95,18 @@ def load(path):
 class Dataset:
     """One split of a dataset, checked when it is loaded.
 
-    inputs and labels are memory-mapped, [N, seq_len]. len() is the number of examples: N, or more where
-    batches make versions. task is what puzzles/__init__.py calls a task. dataset.json says seq_len,
-    vocab_size (tokens, padding included), num_puzzle_identifiers and ignore_label_id (the label of cells that
-    do not count); other keys are ignored. total_groups and mean_puzzle_examples (examples of a version, on
-    average) are counted. Datasets of the official code, without a manifest, load too.
+    len() is the number of examples: N, or more where batches make versions. Datasets of the official code,
+    without a manifest, load too. The attributes:
+        inputs, labels: memory-mapped, [N, seq_len].
+        puzzle_identifiers, group_indices, versions: as the files have them; row_indices: puzzle_indices, or
+            task_indices.
+        seq_len, vocab_size (tokens, padding included), num_puzzle_identifiers, ignore_label_id (the label of
+            cells that do not count): as in dataset.json, whose other keys are ignored.
+        manifest, task: see manifest.json, and puzzles/__init__.py for what a task is.
+        first_rows, num_examples: of each version; example_indices: version i has the examples
+            example_indices[i]:example_indices[i + 1].
+        total_groups, group_sizes, epoch_examples: of the stream of examples, see draw_examples.
+        mean_puzzle_examples: examples of a version, on average.
 
     Args:
         path: the folder of the dataset.
@@ -110,44 +117,24 @@ class Dataset:
 
     def __init__(self, path, split):
         self.path = path
-        self.split = split
         self.folder = f"{path}/{split}"
-        self.read_manifest()
+        self.manifest = read_manifest(path, split)
         self.read_files()
         self.check()
         self.number_examples()
 
-    def read_manifest(self):
-        """Reads manifest.json, and compares the split's files with it."""
-        if not os.path.isdir(self.folder):
-            raise UserError(f"{self.folder}: no such dataset: prepare_sudoku.py or another script builds it")
-
-        # the official builder writes no manifest
-        path = f"{self.path}/manifest.json"
-        self.manifest = read_json(path) if os.path.exists(path) else {}
-        for name, digest in self.manifest.get("sha256", {}).items():
-            if not name.startswith((self.split, "identifiers")):
-                continue
-            file = f"{self.path}/{name}"
-            if not os.path.isfile(file) or file_hash(file) != digest:
-                raise UserError(f"{file} is missing or does not match manifest.json: build it again")
-
     def read_files(self):
         """Reads the split's files."""
-        # the examples stay on the disk; the indices, which are small, are read
-        self.inputs = self.read("inputs", mmap_mode="r")
-        self.labels = self.read("labels", mmap_mode="r")
+        self.inputs = self.read("inputs")
+        self.labels = self.read("labels")
         self.puzzle_identifiers = self.read("puzzle_identifiers")
         self.group_indices = self.read("group_indices")
         self.total_groups = len(self.group_indices) - 1
 
-        # the owner i of a version has the rows row_indices[i]:row_indices[i + 1]: the version itself, or for
-        # ARC the group, whose versions share them
-        self.owners = np.arange(len(self.puzzle_identifiers))
+        # row_indices[i]:row_indices[i + 1] are the rows of version i, in ARC of group i for all its versions
         self.makes_versions = os.path.exists(f"{self.folder}/all__versions.npy")
         if self.makes_versions:
             self.versions = self.read("versions")
-            self.owners = self.groups_of(self.owners)
         self.row_indices = self.read("task_indices" if self.makes_versions else "puzzle_indices")
 
         # what dataset.json says, and the kind of puzzle
@@ -162,17 +149,20 @@ class Dataset:
         self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
-    def read(self, field, mmap_mode=None):
-        """Returns one of the split's arrays. Raises UserError."""
+    def read(self, field):
+        """Returns one of the split's arrays, which stays on the disk. Raises UserError."""
         file = f"{self.folder}/all__{field}.npy"
         try:
             # a plain view of the file indexes faster than np.memmap
-            return np.asarray(np.load(file, mmap_mode=mmap_mode))
+            return np.asarray(np.load(file, mmap_mode="r"))
         except (OSError, ValueError, EOFError) as e:
             raise UserError(f"{file} cannot be read (truncated?): build it again ({e})") from None
 
     def check(self):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
+        if 0 in (len(self.inputs), len(self.row_indices), len(self.group_indices)):
+            raise UserError(f"{self.folder} has no examples: build it again")
+        num_owners = self.total_groups if self.makes_versions else len(self.puzzle_identifiers)
         shape = (self.row_indices[-1], self.seq_len)
         lowest_label = min(0, IGNORE_LABEL if self.ignore_label_id is None else self.ignore_label_id)
         checks = {
@@ -180,7 +170,7 @@ class Dataset:
             "vocab_size": max(self.inputs.max(), self.labels.max()) < self.vocab_size,
             "tokens from 0": self.inputs.min() >= 0 and self.labels.min() >= lowest_label,
             "num_puzzle_identifiers": self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
-            "indices of rows": len(self.row_indices) == self.owners.max(initial=-1) + 2,
+            "indices of rows": len(self.row_indices) == num_owners + 1,
             "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
         }
         wrong = [name for name, fits in checks.items() if not fits]
@@ -189,16 +179,19 @@ class Dataset:
 
     def number_examples(self):
         """Numbers the examples of all versions; those of one version follow each other."""
-        self.first_rows = self.row_indices[self.owners]
-        self.num_examples = np.diff(self.row_indices)[self.owners]
-        self.puzzle_indices = np.append(0, self.num_examples.cumsum())
-        self.mean_puzzle_examples = len(self) / len(self.owners)
+        owners = np.arange(len(self.puzzle_identifiers))
+        if self.makes_versions:
+            owners = self.groups_of(owners)
+        self.first_rows = self.row_indices[owners]
+        self.num_examples = np.diff(self.row_indices)[owners]
+        self.example_indices = np.append(0, self.num_examples.cumsum())
+        self.mean_puzzle_examples = len(self) / len(owners)
         # in an epoch, a group contributes as many examples as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
 
     def __len__(self):
-        return int(self.puzzle_indices[-1])
+        return int(self.example_indices[-1])
 
     def train_batch(self, seed, step, batch_size, rank=0, world=1):
         """Returns the rank's slice of a step's global batch: a pure function of (seed, step).
@@ -214,23 +207,22 @@ class Dataset:
         # the epochs follow each other in an endless stream of examples, which the batches cut
         own_slice = rank_slice(batch_size, rank, world)
         positions = step * batch_size + np.arange(batch_size)[own_slice]
+        epochs, positions = np.divmod(positions, self.epoch_examples)
+        parts = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs)]
 
         # ARC, also in the official code's datasets: a group brings all examples of a version
         if self.makes_versions or self.epoch_examples > self.total_groups:
-            examples = self.stream(draw_examples, seed, positions)
-            return self._batch(examples["version"], examples["member"], examples["translation_draws"])
+            drawn = []
+            for epoch, own in parts:
+                drawn.append([array[own] for array in draw_examples(self, seed, epoch)])
+            versions, members, translation_draws = map(np.concatenate, zip(*drawn))
+            return self._batch(versions, members, translation_draws)
 
-        # Sudoku and mazes: a group brings one example, of a version that the step draws. It draws two numbers
-        # for each sequence and ignores the second, as the runs in records/ did.
-        groups = self.stream(draw_groups, seed, positions)
-        version_draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
-        return self._batch(random_members(self.group_indices, groups, version_draws), 0)
-
-    def stream(self, draw, seed, positions):
-        """Returns what stands at these positions [b] of the epochs; draw: draw_groups or draw_examples."""
-        epochs, positions = np.divmod(positions, self.epoch_examples)
-        parts = [draw(self, seed, epoch)[positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
-        return np.concatenate(parts)
+        # Sudoku and mazes: a group brings one example, of a version that the step draws
+        groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in parts])
+        # an example has two numbers and uses the first: batches stay those of the runs in records/
+        draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
+        return self._batch(random_members(self.group_indices, groups, draws), members=0)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
@@ -238,8 +230,8 @@ class Dataset:
 
     def locate(self, indices):
         """Returns the versions [n] of these examples, and which of its version's examples each one is [n]."""
-        versions = np.searchsorted(self.puzzle_indices, indices, side="right") - 1
-        return versions, indices - self.puzzle_indices[versions]
+        versions = np.searchsorted(self.example_indices, indices, side="right") - 1
+        return versions, indices - self.example_indices[versions]
 
     def groups_of(self, versions):
         """Returns the groups [n] of versions."""
@@ -287,7 +279,7 @@ class Dataset:
         starts = self.group_indices[groups]
         ends = np.minimum(self.group_indices[groups + 1], starts + (num_versions or len(self)))
         # list their examples, which follow each other
-        return ranges(self.puzzle_indices[starts], self.puzzle_indices[ends])
+        return ranges(self.example_indices[starts], self.example_indices[ends])
 
     def resized(self, task):
         """Returns a task in the size of these puzzles, if puzzles of its kind have several sizes."""
@@ -304,6 +296,22 @@ class Dataset:
         """Hex digest that identifies the content of both splits."""
         from puzzles.writer import hashes_of
         return json_hash(self.manifest.get("sha256") or hashes_of(self.path))
+
+
+def read_manifest(path, split):
+    """Returns the dict in manifest.json, after comparing the split's files with it; {} without one."""
+    if not os.path.isdir(f"{path}/{split}"):
+        raise UserError(f"{path}/{split}: no such dataset: prepare_sudoku.py or another script builds it")
+
+    # the official builder writes no manifest
+    file = f"{path}/manifest.json"
+    manifest = read_json(file) if os.path.exists(file) else {}
+    for name, digest in manifest.get("sha256", {}).items():
+        file = f"{path}/{name}"
+        is_own = name.startswith((split, "identifiers"))
+        if is_own and not (os.path.isfile(file) and file_hash(file) == digest):
+            raise UserError(f"{file} is missing or does not match manifest.json: build it again")
+    return manifest
 
 
 def json_hash(value):
@@ -331,16 +339,13 @@ def draw_groups(dataset, seed, epoch):
     return generator(seed, ORDER, epoch).permutation(dataset.total_groups)
 
 
-EXAMPLE_FIELDS = [("version", int), ("member", int), ("translation_draws", float, 2)]
-
-
 @functools.lru_cache(maxsize=4)
 def draw_examples(dataset, seed, epoch):
     """Returns the examples of an epoch, where each group brings all examples of one of its versions.
 
-    A structured array [n]: version; member, which of the version's examples it is; translation_draws, two
-    numbers in [0, 1) that move it. All follows from (seed, epoch), so the next batch goes on with a group
-    that one batch cuts.
+    Three arrays: versions [n]; members [n], which of its version's examples each one is; translation_draws
+    [n, 2], numbers in [0, 1) that move it. All follows from (seed, epoch), so the next batch goes on with a
+    group that one batch cuts.
     """
     # a group brings as many examples as its largest version has; a smaller version repeats its examples
     groups = draw_groups(dataset, seed, epoch)
@@ -357,8 +362,7 @@ def draw_examples(dataset, seed, epoch):
     fixed_members = (fixed_draws * dataset.group_sizes).astype(int)
     translation_draws = rng.random((len(owners), 2))
     translation_draws[members == fixed_members[owners]] = 0
-    fields = [versions, members % dataset.num_examples[versions], translation_draws]
-    return np.rec.fromarrays(fields, dtype=EXAMPLE_FIELDS)
+    return versions, members % dataset.num_examples[versions], translation_draws
 
 
 def random_members(indices, owners, draws):
@@ -370,9 +374,7 @@ def random_members(indices, owners, draws):
 
 def ranges(starts, ends):
     """Returns the numbers of all ranges start:end, one range after the other."""
-    counts = ends - starts
-    offsets = starts - counts.cumsum() + counts
-    return np.repeat(offsets, counts) + np.arange(counts.sum())
+    return np.concatenate(list(map(np.arange, starts, ends)))
 
 
 def rank_slice(batch_size, rank, world):

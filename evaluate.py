@@ -5,11 +5,9 @@ last answer and the most confident one so far ("surest": of the step where q_hal
 leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
 the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
 at a copy of itself by symmetry, whose answer is turned back.
-
-In results, preds and q_halt_logits are the official code's names of the answers and of q_halt.
 """
 import functools
-import io
+import json
 import os
 from collections import deque
 from pathlib import Path
@@ -89,15 +87,15 @@ class Evaluator:
         batch = dict(sequences=sequences, answers=slots["answers"])
         if self.model.has_puzzle_emb:
             batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
-        _, each_slot = self.device.for_each_micro_batch(
-            self.run_micro_batch, {}, weights, batch, self.micro_batch_size)
-        tree_map(torch.Tensor.copy_, slots, each_slot["slots"])
-        return each_slot["values"]
+        _, (new, values) = self.device.for_each_micro_batch(
+            self.step_slots, {}, weights, batch, self.micro_batch_size)
+        tree_map(torch.Tensor.copy_, slots, new)
+        return values
 
-    def run_micro_batch(self, weights, micro_batch):
-        """Runs a supervision step of some slots, for device.for_each_micro_batch.
+    def step_slots(self, weights, micro_batch):
+        """Runs a supervision step of some slots.
 
-        Returns {}, since nothing adds up, and dict(slots=..., values=...); eval_step() returns the values.
+        Returns {}, since only training adds something up; the slots after the step, and eval_step's values.
         """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
@@ -108,10 +106,9 @@ class Evaluator:
         halted = result.sequences["steps"] >= self.max_steps
         if self.settings.eval_patience:
             halted |= answers["repeats"] >= self.settings.eval_patience
-        return {}, dict(
-            slots=dict(sequences=result.sequences | dict(halted=halted), answers=answers),
-            values=result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted),
-        )
+        new_slots = dict(sequences=result.sequences | dict(halted=halted), answers=answers)
+        values = result.values | answers | dict(q_halt_logits=result.q_halt, halted=halted)
+        return {}, (new_slots, values)
 
 
 def update_answers(answers, result, is_new):
@@ -134,7 +131,8 @@ def update_answers(answers, result, is_new):
 class Attempt(NamedTuple):
     """An attempt at a puzzle: at the puzzle itself, or at a copy by symmetry."""
     puzzle: int  # its number in the queue
-    symmetry: object = None  # what turns the answer back; None: it is the puzzle itself
+    copies: object = None  # an iterator, see Kind.copies, of further copies; None: it is the puzzle itself
+    symmetry: object = None  # what turns a copy's answer back
     question: np.ndarray | None = None  # the copy's tokens [S]
 
     def turned_back(self, answer):
@@ -146,11 +144,13 @@ class Queue:
     """Solves n puzzles on the slots of an Evaluator, in up to eval_attempts attempts each.
 
     results, {name: [n, ...]}, zeros until a puzzle's first attempt leaves:
-        preds, q_halt_logits, METRICS, LOSS_TERMS: of the first attempt, at the puzzle itself.
+        preds, q_halt_logits (the official names of answers and q_halt), METRICS, LOSS_TERMS: of the first
+            attempt, at the puzzle itself.
         SUREST: the most confident answer of all attempts; a tie goes to the earliest.
         attempts: how many there were.
 
-    The puzzles are the examples `indices` of test_set, a Dataset or an object with its task and test_batch.
+    weights, puzzle_emb: {name: tensor} and [N, D'] on the evaluator's device, as in weights_of. The puzzles
+    are the examples `indices`, int [n], of test_set, a Dataset or an object with its task and test_batch.
     """
 
     def __init__(self, evaluator, weights, puzzle_emb, test_set, indices):
@@ -160,7 +160,6 @@ class Queue:
         self.test_set = test_set
         self.indices = indices
         self.waiting = deque(map(Attempt, range(len(indices))))
-        self.copies = {}  # {puzzle: an iterator, see Kind.copies} of those that the first attempt left unsure
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
         self.halted = np.ones(evaluator.batch_size, bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
@@ -169,11 +168,11 @@ class Queue:
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)
         S = evaluator.model.sizes["seq_len"]
-        names = (*ANSWERS, *model.METRICS, *model.LOSS_TERMS)
-        self.results = {name: np.zeros(n, np.float32) for name in names}
+        self.results = {"attempts": np.zeros(n, np.int32)}
+        for name in (*ANSWERS, *model.METRICS, *model.LOSS_TERMS):
+            self.results[name] = np.zeros(n, np.float32)
         for name in ("preds", "surest_preds"):
             self.results[name] = np.zeros((n, S), np.uint8)
-        self.results["attempts"] = np.zeros(n, np.int32)
 
         # free slots repeat their last puzzle, zeros at first, until they halt; nothing collects the results
         self.batch = unlabeled_batch(np.zeros((evaluator.batch_size, S), np.int32))
@@ -228,39 +227,38 @@ class Queue:
         for i, attempt in enumerate(self.slots):
             if attempt and self.halted[i]:
                 self.slots[i] = None
-                self.record(attempt, {name: array[i] for name, array in arrays.items()})
+                result = {name: array[i] for name, array in arrays.items()}
+                result["surest_preds"] = attempt.turned_back(result["surest_preds"])
+                self.record(attempt, result)
 
     def record(self, attempt, new):
         """Records what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
-        new["surest_preds"] = attempt.turned_back(new["surest_preds"])
-
-        # the first attempt counts by itself, and the surest answer of all
         results = self.results
-        is_first = attempt.symmetry is None
-        is_surer = is_first or new["surest_q_halt_logits"] > results["surest_q_halt_logits"][puzzle]
-        for name in results.keys() & new.keys():
-            counts = is_surer if name in SUREST else is_first
-            if counts:
-                results[name][puzzle] = new[name]
+        surest = results["surest_q_halt_logits"]
+
+        # all of the first attempt counts, and of another one its answer if it is surer
+        names = ()
+        if attempt.symmetry is None:
+            names = results.keys() & new.keys()
+        elif new["surest_q_halt_logits"] > surest[puzzle]:
+            names = SUREST
+        for name in names:
+            results[name][puzzle] = new[name]
         results["attempts"][puzzle] += 1
 
-        is_sure = sigmoid(results["surest_q_halt_logits"][puzzle]) >= model.SURE
+        # an unsure puzzle waits for an attempt at another copy, if there is one
+        is_sure = sigmoid(surest[puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
-            self.try_again(puzzle)
-        else:
-            self.copies.pop(puzzle, None)
+            copies = attempt.copies or self.copies_of(self.indices[puzzle])
+            copy = next(copies, None)
+            if copy:
+                self.waiting.append(Attempt(puzzle, copies, *copy))
 
-    def try_again(self, puzzle):
-        """Lets a puzzle wait for an attempt at another copy of it, if there is one."""
-        if puzzle not in self.copies:
-            index = self.indices[puzzle]
-            [question] = self.test_set.test_batch([index])["inputs"]
-            seed = self.evaluator.settings.seed
-            self.copies[puzzle] = kind_of(self.test_set.task).copies(question, seed, index)
-        copy = next(self.copies[puzzle], None)
-        if copy:
-            self.waiting.append(Attempt(puzzle, *copy))
+    def copies_of(self, index):
+        """Returns an iterator over the copies of an example of test_set."""
+        [question] = self.test_set.test_batch([index])["inputs"]
+        return kind_of(self.test_set.task).copies(question, self.evaluator.settings.seed, index)
 
 
 def unlabeled_batch(questions):
@@ -280,11 +278,10 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
 
     Args:
         evaluator, weights, puzzle_emb, test_set: see Queue.
-        indices: which of its examples, for all ranks.
+        indices: which of its examples, int [n]; each rank takes its part of them.
         title: the beginning of the lines that show the progress.
         should_stop: a function that says whether this host is asked to stop.
-        save_to: the name in out_dir, without its ending, of the arrays in eval_save_outputs. "": neither
-            they nor submission.json, ARC's answers, are written.
+        save_to: file stem in out_dir for eval_save_outputs. Empty: writes nothing, submission.json included.
     """
     settings = evaluator.settings
     device = evaluator.device
@@ -297,14 +294,27 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     arrays = test_set.test_batch(own_indices) | queue.results
     values = means(device.all_gather(eval_sums(settings, test_set, arrays)))
 
-    # each rank saves its arrays, and rank 0 what ARC's votes have elected
+    # the versions of ARC's tasks vote
+    elected = {}
+    if kind_of(test_set.task).versions_vote:
+        from puzzles import arc  # other puzzles do without
+        votes = arc.count_votes(test_set, own_indices, arrays["preds"], arrays["q_halt_logits"])
+        elected = arc.merge_votes(device.all_gather(votes))
+        values |= arc.vote_values(test_set, elected)
+
+    # each rank saves its arrays, and rank 0 what the votes have elected, unless it is a part
     save = functools.partial(save_file, settings, device, should_stop)
     if save_to and settings.eval_save_outputs:
+        wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
         part = f".{device.rank}" if device.world > 1 else ""
-        save(f"{save_to}{part}.npz", compressed(settings, own_indices, arrays))
-    save_votes = save if save_to and device.rank == 0 else None
-    kind = kind_of(test_set.task)
-    return values | kind.elect(test_set, own_indices, queue.results, device.all_gather, save_votes)
+        save(f"{save_to}{part}.npz", lambda f: np.savez_compressed(f, indices=own_indices, **wanted))
+    if save_to and elected and device.rank == 0:
+        if len(indices) == len(test_set):
+            answers = json.dumps(arc.submission(test_set, elected))
+            save("submission.json", lambda f: f.write(answers.encode()))
+        else:
+            to_stderr(f"submission.json is not written: these are {len(indices)} of {len(test_set)} examples")
+    return values
 
 
 def solve_all(queue, title, should_stop):
@@ -312,16 +322,14 @@ def solve_all(queue, title, should_stop):
     device = queue.evaluator.device
     progress = Progress(f"{title}, puzzles", len(queue.indices))
     # ranks need different numbers of steps: they meet now and then, and leave or stop together
-    num_unfinished = 1
-    while num_unfinished:
+    while True:
         num_finished = queue.run_steps(should_stop)
         if device.rank == 0:
             progress.add(num_finished)
         ranks = device.all_gather((should_stop(), queue.num_unfinished()))
         num_stops, num_unfinished = np.sum(ranks, axis=0)
-        if num_stops:
-            return False
-    return True
+        if num_stops or not num_unfinished:
+            return num_stops == 0
 
 
 def eval_sums(settings, test_set, arrays):
@@ -337,7 +345,8 @@ def eval_sums(settings, test_set, arrays):
             sums[prefix + name] = float(counts.sum())
     is_labeled = arrays["labels"] != IGNORE_LABEL
     is_right = (arrays["surest_preds"] == arrays["labels"]) | ~is_labeled
-    sums["surest_accuracy"] = float((is_right.all(1) & is_labeled.any(1)).sum())
+    is_solved = is_right.all(1) & is_labeled.any(1)
+    sums["surest_accuracy"] = float(is_solved.sum())
     if settings.eval_attempts > 1:
         sums["attempts"] = float(arrays["attempts"].sum())
     return sums
@@ -354,24 +363,16 @@ def means(ranks):
 # ---------------------------------------------------------------------------------------------------------
 # Files that an evaluation leaves in out_dir
 
-def compressed(settings, indices, arrays):
-    """Returns the content of a .npz file with the arrays of eval_save_outputs."""
-    wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
-    content = io.BytesIO()
-    np.savez_compressed(content, indices=indices, **wanted)
-    return content.getvalue()
+def save_file(settings, device, should_stop, name, write):
+    """Writes a file of out_dir. Uploads it unless the training run's mirror will: it copies rank 0's files.
 
-
-def save_file(settings, device, should_stop, name, content):
-    """Writes a file of out_dir, and uploads it where no mirror does: it copies rank 0's folder, in training.
-
-    What fails costs a line on stderr, and not the evaluation.
+    What fails costs a line on stderr, and not the evaluation. write: a function of the open file.
     """
     path = f"{settings.out_dir}/{name}"
     try:
         os.makedirs(settings.out_dir, exist_ok=True)
         with replacing(path) as f:
-            f.write(content)
+            write(f)
         if settings.gcs_dir and (device.rank or settings.eval_only):
             open_bucket(settings, should_stop).write(name, Path(path))
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested

@@ -51,7 +51,7 @@ class TRM(nn.Module):
         num_puzzle_identifiers: N.
         task: what puzzles/__init__.py calls a task, for forks that know more of a puzzle than its sizes.
 
-    Raises ValueError for sizes that cannot be built.
+    Raises ValueError for settings that cannot be built.
     """
     def __init__(self, settings, seq_len, vocab_size, num_puzzle_identifiers=1, task=None):
         super().__init__()
@@ -60,6 +60,8 @@ class TRM(nn.Module):
         self.sizes = dict(
             seq_len=seq_len, vocab_size=vocab_size, num_puzzle_identifiers=num_puzzle_identifiers)
         D = settings.hidden_size
+        if settings.loss_type not in LOSSES:  # a checkpoint's may be in a fork
+            raise ValueError(f"there is no loss_type {settings.loss_type!r}: run the fork that has it")
 
         # the positions: those of the puzzle embedding, where there is one, and the cells
         self.has_puzzle_emb = settings.puzzle_emb_ndim > 0
@@ -212,12 +214,7 @@ class TRM(nn.Module):
             labels: [B, S].
             solved: which answers are right, bool [B].
         """
-        # A model file may name the loss of a fork that is not loaded. Answers do not depend on it, so softmax
-        # stands in; training must have its loss.
-        loss_type = self.settings.loss_type
-        if self.training and loss_type not in LOSSES:
-            raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, not {loss_type!r}")
-        cell_loss = LOSSES.get(loss_type, softmax_cross_entropy)
+        cell_loss = LOSSES[self.settings.loss_type]
         lm_loss = cell_loss(self.settings, logits, labels)
         # how well q_halt tells whether the answer is right
         q_halt_loss = F.binary_cross_entropy_with_logits(q_halt, solved.float(), reduction="none")
@@ -373,10 +370,8 @@ class SwiGLU(nn.Module):
     def __init__(self, width, expansion, multiple_of):
         super().__init__()
         # the hidden width, rounded up; the official code's multiple is 256
-        hidden = round(expansion * width * 2 / 3)
+        hidden = max(1, round(expansion * width * 2 / 3))
         hidden = math.ceil(hidden / multiple_of) * multiple_of
-        if hidden < 1:
-            raise ValueError(f"expansion {expansion} leaves a SwiGLU of width {width} no hidden width")
         self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 

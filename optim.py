@@ -20,7 +20,10 @@ def optimizer_state(settings, name, w):
 
 
 def update(settings, rates, weights, grads, states):
-    """Runs one step of the optimizer on all weights, in place; weights, grads and states are by name."""
+    """Runs one step of the optimizer on all weights, in place.
+
+    weights, grads: {name: float32 tensor}. states: {name: what optimizer_state returns}. rates: of rates_at.
+    """
     optimize = OPTIMIZERS[settings.optimizer]
     for name, w in weights.items():
         optimize(settings, rates, w, grads[name], **states[name])
@@ -73,8 +76,8 @@ OPTIMIZERS = dict(adam_atan2=adam_atan2, adamw=adamw, lion=lion)
 
 # ---------------------------------------------------------------------------------------------------------
 # The puzzle embedding: SignSGD on the rows that the global batch holds. Ranks exchange gradients in bins.
-# There is a bin for each row of the table, or for each sequence of the batch if those are fewer: Sudoku has
-# one row, ARC many thousands.
+# A bin is a row of the table, or a sequence of the batch if the table has more rows: Sudoku has one row, ARC
+# many thousands.
 
 def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
     """Packs the row gradients of one rank; the sum over the ranks is what sign_sgd takes.
@@ -87,7 +90,7 @@ def pack_rows(identifiers, row_grads, num_rows, batch_size, rank):
         rank: this rank, an int tensor [1]: a constant would give each replica a program of its own.
 
     Returns [min(num_rows, batch_size), D' + 2]. A bin has the sum of its sequences' gradients, the sum of
-    their identifiers, and their number.
+    their identifiers, which sign_sgd reads where a bin is one sequence, and their number.
     """
     own_size = len(identifiers)
     bins = identifiers
@@ -114,23 +117,25 @@ def add_up(entries, bins, num_bins):
 def sign_sgd(puzzle_emb, packed, lr, weight_decay):
     """Moves the batch's rows of the puzzle embedding, in place: decoupled decay and the gradient's sign.
 
-    puzzle_emb: [N, D']. packed: the sum of pack_rows over all ranks.
+    puzzle_emb: [N, D']. packed: the sum of pack_rows over all ranks. lr: [1].
     """
     assert len(puzzle_emb) < 2 ** 24, "float32 holds no larger identifiers"
-    # the sequences of a bin have the same identifier, which is their mean; an empty bin gets identifier 0
-    means = packed[:, -2] / packed[:, -1].clamp(min=1)
-    identifiers = means.round().long()
+    if len(packed) == len(puzzle_emb):
+        # bin i has all sequences of row i
+        rows = slice(None)
+        total = packed
+    else:
+        # a bin has one sequence; bins of the same row add up in the first one of them
+        rows = packed[:, -2].long()
+        is_same = rows.unsqueeze(0) == rows.unsqueeze(1)  # [bins, bins]
+        first_bin = is_same.int().argmax(1)
+        total = add_up(packed, first_bin, len(packed))[first_bin]
 
-    # bins with the same identifier add up in the first one of them
-    is_same = identifiers.unsqueeze(0) == identifiers.unsqueeze(1)  # [bins, bins]
-    first_bin = is_same.int().argmax(1)
-    total = add_up(packed, first_bin, len(packed))[first_bin]
-
-    # bins with the same identifier write the same new row; without a sequence they write the old row
+    # bins of the same row write the same new row; a bin without a sequence writes the old row
     is_held = total[:, -1:] > 0
-    old = puzzle_emb[identifiers]
+    old = puzzle_emb[rows]
     change = weight_decay * old + torch.sign(total[:, :-2])
-    puzzle_emb[identifiers] = old - is_held * lr * change
+    puzzle_emb[rows] = old - is_held * lr * change
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -168,9 +173,7 @@ def learning_rate(settings, peak, step, total_steps):
     decay_steps = max(1, total_steps - warmup_steps)
     progress = (step - warmup_steps) / decay_steps
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    last_ratio = settings.lr_min_ratio
-    ratio = last_ratio + (1 - last_ratio) * cosine
-    return peak * ratio
+    return peak * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * cosine)
 
 
 def rates_at(settings, step, total_steps):
@@ -189,8 +192,7 @@ def exploration(settings, step, total_steps):
     last = settings.halt_exploration_prob_end
     if last == -1:
         return first
-    last_step = max(1, total_steps - 1)
-    return first + (last - first) * step / last_step
+    return first + (last - first) * step / max(1, total_steps - 1)
 
 
 def cycles_at(settings, examples_per_epoch, step):
@@ -201,5 +203,7 @@ def cycles_at(settings, examples_per_epoch, step):
     def grown(first, last):
         return last if examples >= length else first + int((last - first) * examples // length)
 
-    H_cycles = grown(settings.H_cycles_start, settings.H_cycles)
-    return H_cycles, grown(settings.L_cycles_start, settings.L_cycles)
+    return (
+        grown(settings.H_cycles_start, settings.H_cycles),
+        grown(settings.L_cycles_start, settings.L_cycles),
+    )

@@ -30,7 +30,6 @@ class Settings:
     kind = "puzzle"  # its name; kinds that a fork adds are judged by their rules
     grid = ""  # its rows and columns, such as 6x6; "": a square
     symbols = ""  # its characters, the empty cell first; "": all that the files have
-    ignored = ""  # characters of answers for cells that do not count
     # symmetries, which must turn every puzzle and its answer into another one
     dihedral = False  # the 8 rotations and reflections of a square
     permute_symbols = ""  # characters that may change places, as 123456789
@@ -51,9 +50,11 @@ def main(settings):
         rows = csv_rows(path, symbols=settings.symbols)
         files[path] = list(distinct_rows(path, rows, settings.several_answers))
     kind = kind_of(new_task(settings, [row for rows in files.values() for _, row in rows]))
+    if kind.versions_vote:
+        raise UserError("versions vote on puzzles of this kind, which prepare_arc.py makes")
 
-    # turn them into tokens, [2, n, cells]: questions and answers, where 0 is a cell that does not count
-    puzzles = [read_puzzles(path, rows, kind, settings.ignored) for path, rows in files.items()]
+    # turn them into tokens, [2, n, cells]: questions and answers
+    puzzles = [read_puzzles(path, rows, kind) for path, rows in files.items()]
     train = puzzles[0]
     test = puzzles[-1]
 
@@ -83,7 +84,7 @@ def new_task(settings, rows):
     # by default the symbols are the characters of the files, those that only questions have first
     symbols = settings.symbols
     if not symbols:
-        filled = set().union(*answers) - set(settings.ignored)
+        filled = set().union(*answers)
         empty = set().union(*questions) - filled
         symbols = "".join(sorted(empty) + sorted(filled))
     manifest = {"kind": settings.kind, "grid": grid, "symbols": "_" + symbols}

@@ -45,8 +45,12 @@ DOTS = dict.fromkeys(map(ord, EMPTY_SIGNS), ".")  # other signs of files for an 
 
 def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
-    fill_in(settings)
     size = settings.size
+    dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
+    fill_in_source(settings, dataset_names, settings.num_aug, ["seed", "min_difficulty", "num_test"])
+    sizes = [9] if settings.source == "hub" else [*BOXES]
+    if size not in sizes:
+        raise UserError(f"size must be one of {sizes}, not {size}")
 
     # get the puzzles, [2, n, cells]: questions and answers
     kind = kind_of(Sudoku.new_task(size))
@@ -65,16 +69,6 @@ def main(settings):
     if size == 9:
         config = "sudoku_cpu.py" if settings.source == "generate" else "sudoku.py"
     return write_puzzles(settings, __file__, config, kind, train, test, settings.num_aug, left_out)
-
-
-def fill_in(settings):
-    """Fills in source and output_dir. Raises UserError for a wrong setting."""
-    size = settings.size
-    dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
-    fill_in_source(settings, dataset_names, settings.num_aug, ["seed", "min_difficulty", "num_test"])
-    sizes = [9] if settings.source == "hub" else [*BOXES]
-    if size not in sizes:
-        raise UserError(f"size must be one of {sizes}, not {size}")
 
 
 def hard_rows(path, min_difficulty):

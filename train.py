@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -28,27 +28,36 @@ import evaluate
 import model
 import optim
 import puzzles
-from configurator import Above0, From0, From0To1, Range
+from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
 from runtime.device import cast_weights, check_batch_size
 from runtime.engines import choose_device, open_device, spawner
-from runtime.errors import TransientError, UserError, check_choices, check_values, one_line
+from runtime.errors import TransientError, UserError, check_values, one_line
 from runtime.files import duration
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
-from runtime.process import STOP, restart_watchdog
+from runtime.process import STOP, StepDropped, restart_watchdog
+from runtime.saved import load_start
 
+TO_CONTINUE = "to continue: the same command with --init_from=auto, or as it is if it has --init_from=FILE"
 MODEL_LOCK = threading.Lock()  # replicas may be threads, which share torch's generator
-From0To1OrMinus1 = Range("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
+EVAL_OUTPUTS = {"inputs", "labels", "attempts", *evaluate.ANSWERS}
+
+# the rules of some settings
+From0To1OrMinus1 = Rule("from 0 to 1, or -1", lambda number: 0 <= number <= 1 or number == -1)
+NotEmpty = Rule("a name or a path", bool)
+Outputs = Rule(f"some of {','.join(sorted(EVAL_OUTPUTS))}",
+               lambda text: EVAL_OUTPUTS.issuperset(filter(None, text.split(","))))
 
 
 class Settings:
     # data
-    data_path = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
+    data_path: NotEmpty = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-    epochs: From0 = 50000  # steps x global_batch_size / puzzles; sequences that go on ignore their new puzzle
+    # sequences that have not halted skip their new puzzle
+    epochs: From0 = 50000  # length of the run: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
     hidden_size: Above0 = 512  # width of the network
@@ -62,17 +71,18 @@ class Settings:
     H_cycles_start: Above0 = 1  # H_cycles when the curriculum starts
     L_cycles_start: Above0 = 2  # L_cycles when the curriculum starts
     mlp_t = True  # True: an MLP mixes the positions; False: self-attention
-    pos_encodings = "none"  # none, rope (attention only) or learned
+    pos_encodings: one_of(["none", "rope", "learned"]) = "none"  # rope: attention only
     puzzle_emb_ndim: From0 = 512  # width of the puzzle embedding; 0: none
     puzzle_emb_len: From0 = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-    forward_dtype = "bfloat16"  # or float32, float16, auto; float16 or float32 where it would be emulated
+    # bfloat16 becomes float16 or float32 where it would be emulated; auto: the device's fastest
+    forward_dtype: one_of(["auto", "bfloat16", "float32", "float16"]) = "bfloat16"
     # halting
     halt_max_steps: Above0 = 16  # maximum supervision steps of a sequence
     halt_exploration_prob: From0To1 = 0.1  # chance at each step that a sequence must run until a random step
     halt_exploration_prob_end: From0To1OrMinus1 = -1.0  # its value at the end, reached linearly; -1: constant
     # optimizer
-    loss_type = "stablemax_cross_entropy"  # or softmax_cross_entropy
-    optimizer = "adam_atan2"  # adam_atan2, adamw or lion
+    loss_type: one_of(model.LOSSES) = "stablemax_cross_entropy"  # or softmax_cross_entropy
+    optimizer: one_of(optim.OPTIMIZERS) = "adam_atan2"  # adam_atan2, adamw or lion
     lr: Above0 = 1e-4  # peak learning rate
     lr_min_ratio: From0To1 = 1.0  # end of the cosine, as a share of lr; 1: constant
     lr_warmup_steps: From0 = 2000  # steps of linear warm-up
@@ -93,23 +103,23 @@ class Settings:
     eval_halt_max_steps: From0 = 0  # supervision steps in an evaluation; 0: halt_max_steps
     eval_patience: From0 = 0  # a puzzle leaves once its answer stays for so many steps; 0: never (the paper)
     eval_attempts: Above0 = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure
-    eval_save_outputs = ""  # any of inputs,labels,attempts,preds,q_halt_logits,surest_...: in eval_STEP.npz
+    eval_save_outputs: Outputs = ""  # any of inputs,labels,attempts,preds,surest_...: in eval_STEP.npz
     eval_only = False  # run the final evaluation, then stop
     # run
-    out_dir = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
+    out_dir: NotEmpty = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
     gcs_dir = ""  # gs://bucket/folder of only this run: a mirror of out_dir, to resume on another machine
-    init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint) or a FILE to begin with
+    init_from: NotEmpty = "scratch"  # scratch, resume, auto (resume if there is one) or a FILE to begin with
     checkpoint_interval: From0 = 1000  # steps; sequences start afresh there, to resume exactly; 0: at the end
     keep_last_n: Above0 = 3  # checkpoints to keep, besides best.pt
     log_interval: Above0 = 10  # steps averaged in a line of the log
     stall_timeout: From0 = 1800  # exit if no step finishes for this many seconds; 0: never
-    device = "auto"  # auto, xla (torch_xla on a TPU), tpu (TorchTPU), cuda or cpu
-    compile = "auto"  # torch.compile: auto (CUDA), on (CPU too: 10 to 40% faster) or off; TPUs: docs/tpu.md
+    device: one_of(["auto", "xla", "tpu", "cuda", "cpu"]) = "auto"  # xla: torch_xla on a TPU; tpu: TorchTPU
+    compile: one_of(["auto", "on", "off"]) = "auto"  # torch.compile; auto: on CUDA (docs/performance.md)
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
-    wandb_project = "trm"  # in your default entity, or WANDB_ENTITY
+    wandb_project: NotEmpty = "trm"  # in your default entity, or WANDB_ENTITY
     wandb_run_name = ""  # empty: the last part of out_dir
-    wandb_mode = "online"  # online (after `wandb login`), offline (for `wandb sync`) or disabled
+    wandb_mode: one_of(["online", "offline", "disabled"]) = "online"  # offline: for `wandb sync`
 
 
 # A resume takes these settings from the command: where and how the run executes. All others it takes from the
@@ -119,22 +129,32 @@ RUN_SETTINGS = (
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
     "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode",
 )
-# The values that a setting may have.
-CHOICES = {
-    "pos_encodings": ("none", "rope", "learned"),
-    "forward_dtype": ("auto", "bfloat16", "float32", "float16"),
-    "loss_type": model.LOSSES,
-    "optimizer": optim.OPTIMIZERS,
-    "device": ("auto", "xla", "tpu", "cuda", "cpu"),
-    "compile": ("auto", "on", "off"),
-    "wandb_mode": ("online", "offline", "disabled"),
-}
-EVAL_OUTPUTS = ("inputs", "labels", "attempts", *evaluate.ANSWERS)
-TO_CONTINUE = "to continue: the same command with --init_from=auto, or as it is if it has --init_from=FILE"
+
+
+def recipe(settings):
+    """Returns the settings, of {name: value}, that affect the result."""
+    return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
+
+
+def check_settings(settings):
+    """Raises UserError for settings that no run could have together; configure() checks each alone."""
+    checkpoint.check_folders(settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The step
+
+# A step changes run.state: trees of tensors, float32 but for the sequences. A copy or a fork may add others.
+STATE = (
+    "weights",  # {name: tensor}, the parameters
+    "ema",  # {name: tensor}, their average; {} with ema=False
+    "optimizer",  # {name: what optim.optimizer_state returns}
+    "puzzle_emb",  # [N, D'], the table of the puzzle embedding
+    "sequences",  # see TRM.new_sequences; a resume begins them and all below anew
+    "log_sums",  # [1] each, sums since the last log line; METRICS over halted sequences, LOSS_TERMS over all
+    "grad_norms",  # [1], sum of the gradient norms since then
+)
+
 
 @torch.no_grad()
 def train_step(run, state, inputs, cycles):
@@ -243,13 +263,12 @@ def make_inputs(run, train_set, step, total_steps):
     settings = run.settings
     device = run.device
     batch_size = settings.global_batch_size
-    own_part = (device.rank, device.world)
     # a puzzle for each sequence, which those that have not halted ignore
-    batch = train_set.train_batch(settings.seed, step, batch_size, *own_part)
+    batch = train_set.train_batch(settings.seed, step, batch_size, device.rank, device.world)
     # the step before which each sequence may not halt
     exploration = optim.exploration(settings, step, total_steps)
     min_halt_steps = data.halting_draws(
-        settings.seed, step, batch_size, settings.halt_max_steps, exploration, *own_part)
+        settings.seed, step, batch_size, settings.halt_max_steps, exploration, device.rank, device.world)
     # numbers that change by step are inputs: a constant would compile anew at each step
     rates = optim.rates_at(settings, step, total_steps)
     return device.put(dict(
@@ -264,15 +283,16 @@ def make_inputs(run, train_set, step, total_steps):
 # ---------------------------------------------------------------------------------------------------------
 # The loop
 
-def train(run, train_set, test_set, log, checkpoints, start, total_steps):
+def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    # neither new weights nor what was evaluated before the resume
-    may_evaluate = start.path and not start.evaluation
-    eval_due = may_evaluate and optim.evaluation_due(settings, examples_per_epoch, step)
+    # a checkpoint's weights may be due, unless the log has their evaluation
+    eval_due = False
+    if start.path and not start.evaluation:
+        eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
     last_cycles = None  # (H_cycles, L_cycles) of the last step
     metrics = {}  # the last line of the log
     read_stops = run.device.fetch(torch.zeros(1))  # waits for the last step's number of requests to stop
@@ -297,7 +317,7 @@ def train(run, train_set, test_set, log, checkpoints, start, total_steps):
         inputs = make_inputs(run, train_set, step, total_steps)
         try:
             stops = run.train_step(run.state, inputs, cycles)
-        except KeyboardInterrupt:  # a request to stop dropped a step that takes long
+        except StepDropped:
             break
         step += 1
         restart_watchdog(settings.stall_timeout)
@@ -351,15 +371,15 @@ def check_finite(settings, what, *values):
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains, saves, evaluates and uploads; returns False if a stop came before its end. All ranks."""
-    settings = run.settings
+    settings = log.settings
     is_complete = start.step == total_steps and "final" in start.evaluation
     if is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
                    "higher max_steps or epochs continue it")
     else:
-        log.begin(run, train_set, checkpoints.run_id, recipe(vars(start.settings)), total_steps)
+        log.begin(run, train_set, checkpoints.run_id, recipe(vars(settings)), total_steps)
         began = time.monotonic()
-        step = train(run, train_set, test_set, log, checkpoints, start, total_steps)
+        step = train_loop(run, train_set, test_set, log, checkpoints, start, total_steps)
         # all ranks leave together: one that went on to the evaluation would wait for rank 0 forever
         if not all(run.device.all_gather(checkpoints.is_written)):
             sys.exit(1)
@@ -397,19 +417,10 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 # ---------------------------------------------------------------------------------------------------------
 # The state of training
 
-# the part of Run.state that a resume begins anew; checkpoints have the rest, and what a copy or a fork adds
-TRANSIENT = ("sequences", "log_sums", "grad_norms")
-
-
 class Run:
     """Training state on one device, and the programs of the train and eval steps.
 
-    state: weights, their average ema (empty with ema=False) and the optimizer's state, by the parameters'
-    names; puzzle_emb [N, D']; sequences, of TRM.new_sequences. Since the last line of the log, log_sums adds
-    up METRICS of sequences that halted and LOSS_TERMS of all, these names alone, and grad_norms the norms of
-    the gradients.
-
-    trm moves to the device. saved: of a checkpoint; the run goes on with its average and optimizer's state.
+    state: see STATE. saved: the checkpoint's content; its EMA and optimizer state are taken over.
     """
 
     def __init__(self, settings, trm, device, saved=None):
@@ -418,13 +429,14 @@ class Run:
         self.device = device
         self.batch_size = settings.global_batch_size // device.world  # of this replica
         self.dtype = getattr(torch, settings.forward_dtype)
-        # the FLOPs of a training step at a depth, (H_cycles, L_cycles)
-        self.flops_per_example = functools.cache(lambda cycles: flops_per_example(trm, cycles))
-        full = settings.H_cycles, settings.L_cycles
-        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example(full))
-        # the state, equal on all ranks; the model keeps its code, its sizes and its buffers
-        self.state = device.put(self.first_state(saved or {}))
-        device.prepare(trm)
+        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
+        self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
+        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
+        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
+        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
+        self.state = device.put(shared["state"])
+        self.load_buffers(shared["buffers"])
+        device.prepare(trm)  # moves it there
         if trm.has_puzzle_emb:
             trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
         self.restart_sequences()
@@ -434,38 +446,36 @@ class Run:
         self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
 
     def first_state(self, saved):
-        """Returns rank 0's state on the host, and gives the model rank 0's buffers. All ranks."""
+        """Returns the state before the first step, on the host."""
         weights, puzzle_emb = evaluate.weights_of(self.model)
         average = saved.get("ema") or weights
         optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        state = self.device.broadcast(dict(
+        return dict(
             weights=weights,
             ema={name: average[name] for name in weights} if self.settings.ema else {},
             optimizer=optimizer | saved.get("optimizer", {}),
             puzzle_emb=puzzle_emb,
-            buffers=self.buffers(),
-        ))
-        # a broadcast is in float32, which would round a fork's buffers of other types
+        )
+
+    def load_buffers(self, buffers):
+        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
+        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
         others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
-        buffers = state.pop("buffers") | (self.device.all_gather(others)[0] if others else {})
+        if others:
+            buffers = buffers | self.device.all_gather(others)[0]
         self.model.load_state_dict(buffers, strict=False)
-        return state
 
     def state_dict(self):
         """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        kept = {name: tree for name, tree in self.state.items() if name not in TRANSIENT}
-        weights = kept.pop("weights")
-        ema = kept.pop("ema")
         # both state dicts have the buffers and the puzzle embedding
         others = self.buffers()
-        puzzle_emb = kept.pop("puzzle_emb")
         if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = puzzle_emb
+            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
         saved = dict(
-            weights=weights | others,
-            ema=ema and ema | others,
-            optimizer=kept.pop("optimizer"),
-            kept=kept,
+            weights=self.state["weights"] | others,
+            ema=self.state["ema"] and self.state["ema"] | others,
+            optimizer=self.state["optimizer"],
+            kept={name: tree for name, tree in self.state.items() if name not in STATE},  # what was added
         )
         # a file holds a tensor of both once
         copied = functools.cache(lambda t: t.to("cpu", copy=True))
@@ -511,10 +521,15 @@ class Run:
 
     def evaluate(self, test_set, indices, title, save_to=""):
         """See evaluate.evaluate()."""
-        should_stop = functools.partial(process.should_stop, self.settings.stall_timeout)
-        with suppress(KeyboardInterrupt):  # a request to stop dropped a step that takes long
+        def should_stop():
+            restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
+            return STOP.is_set()
+
+        try:
             return evaluate.evaluate(
                 self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
+        except StepDropped:
+            return {}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -529,33 +544,36 @@ def replica(settings, device_type):
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
     restart_watchdog(0)
-    start = checkpoint.open_start(settings, device, RUN_SETTINGS)
-    settings = start.settings
+    start, saved = checkpoint.open_start(settings, device)
+    settings = checkpoint.settings_of(start, settings, RUN_SETTINGS)
     check_batch_size(settings, device)
     # the checkpoints keep the forward_dtype that was asked for; a resume may find another device
-    run_settings = copy.copy(settings)
-    run_settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
+    device_settings = copy.copy(settings)
+    device_settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
 
     # data, model, and its weights; data_path stays an address, for a resume on another machine
     train_set, test_set = data.load(data.get_dataset(settings, STOP.is_set))
     puzzles.kind_of(test_set.task).check_attempts(settings.eval_attempts)
     total_steps = length_of(settings, train_set, start)
-    trm = new_model(run_settings, train_set)
+    trm = new_model(device_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    start.load_into(trm, train_set, device)
+    checkpoint.check_ranks(device_settings, train_set, device)
+    checkpoint.check_hosts(start, settings, device)
+    notes = checkpoint.on_rank_0(device, lambda: load_start(start, saved, settings, trm, train_set)) or []
     restart_watchdog(settings.stall_timeout)
-    run = Run(run_settings, trm, device, start.saved)
-    run.restore_kept(start.saved)
-    start.saved.clear()  # frees its memory
+    with errors.reporting_full_memory():
+        run = Run(device_settings, trm, device, saved)
+    run.restore_kept(saved)
+    saved.clear()  # frees its memory
 
     log = Log(settings, device, start.step)
     device.report = log.within_step
     opened = nullcontext()
     if not settings.eval_only:  # the run writes to out_dir
-        opened = checkpoint.Checkpoints(start, run, train_set, test_set, puzzles.score, log.print0)
-    with log, opened as checkpoints, errors.reporting_full_memory(run):
-        log.header(trm, train_set, test_set, [dtype_note, *start.notes])
+        opened = checkpoint.Checkpoints(start, settings, run, train_set, test_set, puzzles.score, log.print0)
+    with log, opened as checkpoints, errors.reporting_full_memory(run.micro_batch_size):
+        log.header(trm, train_set, test_set, [dtype_note, *notes])
         if settings.eval_only:
             is_complete = final_evaluation(run, test_set, log, None, start.step)
         else:
@@ -587,23 +605,6 @@ def length_of(settings, train_set, start):
     return total_steps
 
 
-def check_settings(settings):
-    """Raises UserError for the first value that no run could use."""
-    check_choices(settings, CHOICES)
-    for name in filter(None, settings.eval_save_outputs.split(",")):
-        if name not in EVAL_OUTPUTS:
-            raise UserError(f"eval_save_outputs: unknown {name!r}; choose from {','.join(EVAL_OUTPUTS)}")
-    for name in ("data_path", "out_dir", "init_from", "wandb_project"):
-        if not getattr(settings, name):
-            raise UserError(f"{name} must not be empty")
-    checkpoint.check_folders(settings)
-
-
-def recipe(settings):
-    """Returns the settings, of {name: value}, that affect the result."""
-    return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The command
 
@@ -613,7 +614,7 @@ def spawned_replica(settings, device_type):
         replica(settings, device_type)
     except BaseException as e:
         # every rank of the host raises these
-        if isinstance(e, (UserError, TransientError, SystemExit)) or errors.is_out_of_memory(e):
+        if isinstance(e, (UserError, TransientError, SystemExit)):
             raise
         traceback.print_exc()
         os._exit(1)
@@ -629,8 +630,6 @@ def main(settings):
         if os.environ.get("RANK", "") in ("", "0"):
             check_login(settings)
             print(f"device {device_type}: {reason}", flush=True)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
-            process.end_with_parent()
         spawn = spawner(device_type)
         if not spawn:
             replica(settings, device_type)
@@ -642,9 +641,9 @@ def main(settings):
             raise TransientError(f"a replica died, see above if it said why; {TO_CONTINUE}") from None
 
 
-# This file is the module "train", whatever its name: a copy runs as it stands, and forks import it. In a new
-# process of spawner(), which receives functions of "train", multiprocessing runs it as "__mp_main__" first.
+# This file is the module "train", whatever its name: forks import it, and a copy trains as it is edited. In a
+# new process of spawner() multiprocessing runs it once more, as "__mp_main__".
 if __name__ in ("__main__", "__mp_main__"):
-    train = process.import_as("train", __file__)
+    sys.modules["train"] = sys.modules[__name__]
 if __name__ == "__main__":
-    configurator.start(train.main, train.Settings)
+    configurator.start(main, Settings)

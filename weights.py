@@ -1,21 +1,37 @@
 """Models in files, and how notebooks and scripts ask them."""
-import math
+import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 import configurator
 import evaluate
 import model
 from puzzles import Judgement, kind_of, sigmoid
+from puzzles.sudoku import BOXES
 from runtime.device import Device, Place
 from runtime.errors import UserError
+from runtime.files import Progress
 from runtime.saved import load_weights, read_file
 
 CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
+EXAMPLES = Path(__file__).with_name("examples")
+
+
+def own_forks(path):
+    """Returns the paths of the forks in examples/ that trained the model in a file, in their order.
+
+    It knows them by their text: whoever runs them runs nothing of the file, and nothing that lies elsewhere.
+    """
+    paths = {}
+    for example in EXAMPLES.glob("*.py"):
+        digest = hashlib.sha256(example.read_bytes()).hexdigest()[:8]  # as configurator.add_fork has it
+        paths[digest] = str(example)
+    forks = read_file(path).get("forks", {})
+    return [paths[digest] for digest in forks.values() if digest in paths]
 
 
 def load_model(path, cells=0, defaults=None):
@@ -35,6 +51,7 @@ def load_model(path, cells=0, defaults=None):
         raise ValueError(f"{path} does not say what it solves: scripts/export.py makes a model file of a "
                          "checkpoint of the official code")
     settings = configurator.Values((defaults or {}) | saved["settings"])
+    settings.loss_type = "softmax_cross_entropy"  # no answer depends on it, and a fork's may not be here
     # these puzzles may have another size than those in training
     seq_len = cells or saved["sizes"]["seq_len"]
     task = kind_of(saved["task"]).resized(seq_len).task
@@ -54,27 +71,46 @@ def load_model(path, cells=0, defaults=None):
     return trm.eval()
 
 
+def sizes_of(kind):
+    """Returns the Kinds of Sudokus of every size for a Kind of Sudoku; other kinds stay as they are."""
+    return [kind.resized(rows * rows) for rows in BOXES]
+
+
+def fitting_kinds(trm):
+    """Returns the Kinds of puzzles that the weights fit: the model's own, or every size of Sudoku.
+
+    If symbols have no rows of their own in the table, all are alike, and weights fit any number of them. A
+    copy of a puzzle by symmetry then has the copy of its answer.
+    """
+    kind = kind_of(trm.task)
+    has_rows = len(trm.embed_tokens.embedding_weight) == len(kind.symbols)
+    return [kind] if has_rows else sizes_of(kind)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Questions, whose answers need not be known, on the CPU
 
-def queue_of(settings, trm, task, batch, batch_size):
-    """Returns an evaluate.Queue of the questions of an unlabeled_batch, on the CPU."""
+def queue_of(settings, trm, questions, batch_size, identifiers=0):
+    """Returns an evaluate.Queue of questions, tokens [n, S], on the CPU; identifiers: [n], or 0 for all."""
+    batch = evaluate.unlabeled_batch(questions)
+    batch["puzzle_identifiers"][:] = identifiers
+
+    def test_batch(indices):
+        return {name: array[indices] for name, array in batch.items()}
+
     evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, Place()), batch_size)
-    indices = np.arange(len(batch["inputs"]))
-    questions = SimpleNamespace(task=task, test_batch=lambda indices: tree_map(lambda t: t[indices], batch))
-    return evaluate.Queue(evaluator, *evaluate.weights_of(trm), questions, indices)
+    test_set = SimpleNamespace(task=trm.task, test_batch=test_batch)
+    return evaluate.Queue(evaluator, *evaluate.weights_of(trm), test_set, np.arange(len(questions)))
 
 
-def answers_to(settings, trm, task, batch, report=lambda num_finished: None):
-    """Returns the results of an evaluate.Queue, {name: [n, ...]}, for the n questions of a batch.
-
-    report: a function that gets the number of questions that were finished, now and then.
-    """
-    n, S = batch["inputs"].shape
-    num_batches = math.ceil(n * S / CELLS_AT_A_TIME) or 1
-    queue = queue_of(settings, trm, task, batch, math.ceil(n / num_batches))
+def answers_to(settings, trm, questions, identifiers=0):
+    """Returns the results of an evaluate.Queue, {name: [n, ...]}, for questions; see queue_of."""
+    n, S = questions.shape
+    batch_size = min(n, max(1, CELLS_AT_A_TIME // S))
+    queue = queue_of(settings, trm, questions, batch_size, identifiers)
+    progress = Progress("solving", n)
     while queue.num_unfinished():
-        report(queue.run_steps(lambda: False))
+        progress.add(queue.run_steps(lambda: False))
     return queue.results
 
 
@@ -87,10 +123,10 @@ class Step(NamedTuple):
     judgement: Judgement | None  # by the rules, if they are known
 
 
-def watch(settings, trm, kind, question):
+def watch(settings, trm, question):
     """Yields a Step after each supervision step of each attempt at a question, tokens [S]."""
-    batch = evaluate.unlabeled_batch(question[None])
-    queue = queue_of(settings, trm, kind.task, batch, 1)
+    kind = kind_of(trm.task)
+    queue = queue_of(settings, trm, question[None], 1)
     attempt = 1
     number = 0
     while queue.num_unfinished():
@@ -110,50 +146,48 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
 
     Args:
         trm: a model that load_model has returned.
-        questions: a string of the symbols in its task, for a string and a float; a list of strings, for two
-            lists; or tokens, a tensor [n, S], for two tensors.
-        steps: the most supervision steps of an attempt, which ends once its answer repeats.
+        questions: tokens, a tensor [n, S], for a tensor of answers [n, S] and one of confidences [n]. A list
+            of n strings of the symbols in the model's task, for two lists, and one string, for a string and a
+            float, are read as tokens first.
+        steps: the most supervision steps of an attempt, which ends once its answer repeats. Models for every
+            size take them all.
         attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
-    Raises UserError for a string that is no question of this model, ValueError for another number of cells,
-    for steps or attempts below 1, and for a model that load_model has not returned.
+    Raises UserError for a string that is not one question of this model, ValueError for another number of
+    cells, and for steps or attempts below 1.
     """
+    kind = kind_of(trm.task)
     if isinstance(questions, str):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
-    if trm.task is None:
-        raise ValueError("this model does not know its puzzle: weights.load_model reads one that does")
-    kind = kind_of(trm.task)
-    kind.check_attempts(attempts)
-
-    if min(steps, attempts) < 1:
-        raise ValueError(f"steps={steps} and attempts={attempts} must be 1 or more")
-
-    # tokens of all questions
-    is_text = not torch.is_tensor(questions)
-    if is_text:
+    if isinstance(questions, list):
+        if not questions:
+            return [], []
         from puzzles.text import parse  # training does without
         tokens = np.concatenate([[*parse(trm.task, text).values()] for text in questions])
         if len(tokens) != len(questions):
             raise UserError("each string must have one puzzle")
-    else:
-        tokens = questions.int().numpy()
-    batch = evaluate.unlabeled_batch(tokens)
-    batch["puzzle_identifiers"][:] = identifiers
+        answers, confidences = solve(trm, torch.from_numpy(tokens), steps, attempts, identifiers)
+        return list(map(kind.text, answers)), confidences.tolist()
+
+    kind.check_attempts(attempts)
+    if min(steps, attempts) < 1:
+        raise ValueError(f"steps={steps} and attempts={attempts} must be 1 or more")
     S = trm.sizes["seq_len"]
-    if tokens.shape[1] != S:
-        raise ValueError(f"the question has {tokens.shape[1]} cells, not {S}")
+    if questions.shape[1] != S:
+        raise ValueError(f"the question has {questions.shape[1]} cells, not {S}")
 
     # as solve.py does, whatever the training did
     settings = SimpleNamespace(**vars(trm.settings) | dict(
-        eval_halt_max_steps=steps, eval_attempts=attempts, eval_patience=1,
-        forward_dtype="float32", compile="off", seed=0))
-    results = answers_to(settings, trm, trm.task, batch)
-    answers = results["surest_preds"]
+        eval_halt_max_steps=steps,
+        eval_attempts=attempts,
+        eval_patience=int(len(fitting_kinds(trm)) == 1),
+        forward_dtype="float32",
+        compile="off",
+        seed=0,
+    ))
+    results = answers_to(settings, trm, questions.int().numpy(), identifiers)
+    answers = torch.from_numpy(results["surest_preds"])
     confidences = sigmoid(results["surest_q_halt_logits"])
-
-    # the answers in the form of the questions
-    if is_text:
-        return [kind.text(answer) for answer in answers], confidences.tolist()
-    return torch.from_numpy(answers).to(questions.dtype), torch.from_numpy(confidences)
+    return answers.to(questions.dtype), torch.from_numpy(confidences)

@@ -84,6 +84,7 @@ class Kind:
     """
 
     has_several_answers = False  # whether a question has several right answers; these need a judge
+    versions_vote = False  # whether the versions of a puzzle vote on its answer, as in puzzles/arc.py
     symmetries = {}  # see puzzles/symmetries.py, unless the task describes others
     empty = 1  # the token of a cell that is to be filled
     no_solution = "the answer is no solution"  # what is said of one that breaks no rule
@@ -182,18 +183,6 @@ class Kind:
         """Returns {name of a metric besides model.METRICS: which answers count in it, bool [n]}."""
         if self.has_several_answers:
             return {"valid_accuracy": self.judge(questions, answers).solved}
-        return {}
-
-    def elect(self, test_set, indices, results, all_gather, save):
-        """Returns {"eval/...": number} of an election, for kinds whose versions vote. All ranks.
-
-        Args:
-            test_set: the Dataset of the puzzles.
-            indices: which of its examples this rank has solved [n].
-            results: see evaluate.Queue.
-            all_gather: see device.Device.
-            save: a function (name, bytes) that writes a file of out_dir; None: nothing is written.
-        """
         return {}
 
     # -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import numpy as np
 from puzzles import Kind, sigmoid
 from puzzles.symmetries import turned
 from runtime.errors import UserError
-from runtime.files import to_stderr
 
 ARC_SYMBOLS = " |0123456789"  # a symbol for each token
 EDGE = 1  # token
@@ -23,12 +22,18 @@ ORIGINAL = np.array([0, *range(10)], dtype=np.uint8)  # the version that changes
 
 
 class ARC(Kind):
-    """What is known of ARC's grids. The versions of a task vote."""
+    """What is known of ARC's grids."""
+
+    versions_vote = True
 
     @staticmethod
     def new_task(rows):
         """See Kind."""
-        return {"kind": "arc", "grid": [rows, rows], "symbols": ARC_SYMBOLS}
+        return {
+            "kind": "arc",
+            "grid": [rows, rows],
+            "symbols": ARC_SYMBOLS,
+        }
 
     def question_symbols(self):
         """Raises UserError: a question alone has no puzzle identifier."""
@@ -53,18 +58,6 @@ class ARC(Kind):
             offset = (draws * room).astype(int)
             canvases.append([canvas(grid, self.rows, *offset) for grid in grids])
         return np.reshape(canvases, (-1, 2, self.cells)).swapaxes(0, 1)
-
-    def elect(self, test_set, indices, results, all_gather, save):
-        """See Kind. Saves the answers in submission.json; a part of the tasks does not replace it."""
-        own_votes = count_votes(test_set, indices, results["preds"], results["q_halt_logits"])
-        elected = merge_votes(all_gather(own_votes))
-        num_tasks = len({group for group, _ in elected})
-        if save and num_tasks < test_set.total_groups:
-            to_stderr(f"submission.json is not written: {num_tasks} of {test_set.total_groups} tasks were "
-                      "evaluated")
-        elif save:
-            save("submission.json", json.dumps(submission(test_set, elected)).encode())
-        return vote_values(test_set, elected)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -117,7 +110,8 @@ def crop(tokens):
     side = math.isqrt(tokens.size)
     tokens = tokens.reshape(side, side)
     # the first n rows all begin with widths[n - 1] colors
-    run_lengths = np.logical_and.accumulate(tokens >= COLOR, axis=1).sum(axis=1)
+    is_in_run = np.logical_and.accumulate(tokens >= COLOR, axis=1)
+    run_lengths = is_in_run.sum(axis=1)
     widths = np.minimum.accumulate(run_lengths)
     # the first of the largest areas has the fewest rows
     areas = widths * np.arange(1, side + 1)
@@ -141,7 +135,8 @@ def pairs_of(dataset, group):
 
 def task_names(dataset):
     """Returns the name of each task of a data.Dataset."""
-    _, *names = json.loads(Path(dataset.path, "identifiers.json").read_text(encoding="utf-8"))
+    path = Path(dataset.path, "identifiers.json")
+    _, *names = json.loads(path.read_text(encoding="utf-8"))
     # the names are of the tasks in train, whose versions have the identifiers 1, 2, ...
     first_identifiers = np.load(f"{dataset.path}/train/all__group_indices.npy") + 1
     identifiers = dataset.puzzle_identifiers[dataset.group_indices[:-1]]
@@ -149,7 +144,7 @@ def task_names(dataset):
 
 
 def count_votes(test, indices, preds, q_halt):
-    """Returns {(group, member): {answer: [the confidence of each of its votes]}} of test examples.
+    """Returns {(group, member, answer): [the confidence of each of its votes]} of test examples.
 
     A group is a task, a member one of its test inputs. Answers are the keys of grids (grid_key) in the
     task's own version.
@@ -164,14 +159,18 @@ def count_votes(test, indices, preds, q_halt):
     groups = test.groups_of(versions)
     confidences = sigmoid(q_halt)
 
-    votes = {}
-    columns = versions, groups.tolist(), members.tolist(), preds, confidences.tolist()
+    votes = defaultdict(list)
+    columns = (
+        versions,
+        groups.tolist(),
+        members.tolist(),
+        preds,
+        confidences.tolist(),
+    )
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = crop(tokens)
-        answer = grid_key(undo_version(grid, test.versions[version]))
-        candidates = votes.setdefault((group, member), {})
-        candidates.setdefault(answer, []).append(confidence)
+        grid = undo_version(crop(tokens), test.versions[version])
+        votes[group, member, grid_key(grid)].append(confidence)
     return votes
 
 
@@ -180,16 +179,18 @@ def merge_votes(ranks):
 
     Of equal ones it is the one with the higher mean confidence.
     """
-    total = defaultdict(lambda: defaultdict(list))
+    total = defaultdict(list)
     for votes in ranks:
-        for test_input, candidates in votes.items():
-            for answer, confidences in candidates.items():
-                total[test_input][answer] += confidences
+        for key, confidences in votes.items():
+            total[key] += confidences
 
-    elected = {}
-    for test_input, candidates in total.items():
-        standings = {answer: (len(votes), sum(votes) / len(votes)) for answer, votes in candidates.items()}
-        elected[test_input] = sorted(standings, key=standings.get, reverse=True)
+    def standing(key):
+        confidences = total[key]
+        return len(confidences), sum(confidences) / len(confidences)
+
+    elected = defaultdict(list)
+    for group, member, answer in sorted(total, key=standing, reverse=True):
+        elected[group, member].append(answer)
     return elected
 
 
@@ -220,8 +221,10 @@ def submission(test, elected):
     names = task_names(test)
     attempts = {}
     for (group, _), answers in sorted(elected.items()):
-        grids = [np.frombuffer(cells, dtype=np.uint8).reshape(shape).tolist() for shape, cells in answers[:2]]
+        grids = []
+        for shape, cells in answers[:2]:
+            grid = np.frombuffer(cells, dtype=np.uint8)
+            grids.append(grid.reshape(shape).tolist())
         # a single answer is given twice
-        best = {"attempt_1": grids[0], "attempt_2": grids[-1]}
-        attempts.setdefault(names[group], []).append(best)
+        attempts.setdefault(names[group], []).append({"attempt_1": grids[0], "attempt_2": grids[-1]})
     return attempts

@@ -7,9 +7,10 @@ import shutil
 import requests
 
 from puzzles.writer import hashes_of, write_json
-from runtime.bucket import RETRIED, Bucket, try_again
+from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import Progress, locked, read_json, replacing
+from runtime.retry import RETRIED, try_again
 
 DATASET_FILE = r"(train|test)/(dataset\.json|all__\w+\.npy)|identifiers\.json"  # see writer.hashes_of
 

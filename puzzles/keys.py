@@ -12,7 +12,7 @@ def orbit_keys(boards, turns, exchanged=()):
         turns: the symmetries of the grid, as indices [m, cells].
         exchanged: tokens that may change places.
     """
-    keys = []
+    keys_by_turn = []
     for turn in turns:
         # replace each exchanged token by the number of the first cell that has it
         moved = boards[:, turn].astype(np.int16)
@@ -21,12 +21,12 @@ def orbit_keys(boards, turns, exchanged=()):
             is_token = moved == token
             first_cells = is_token.argmax(axis=1, keepdims=True)
             np.copyto(renamed, NUM_TOKENS + first_cells, where=is_token)
-        # the smallest key stands for all turns
-        turned_keys = keys_of(renamed)
-        if keys:
-            turned_keys = list(map(min, keys, turned_keys))
-        keys = turned_keys
-    return keys
+        keys_by_turn.append(keys_of(renamed))
+    # the smallest key stands for all turns
+    return [
+        min(keys)
+        for keys in zip(*keys_by_turn)
+    ]
 
 
 def keys_of(boards):

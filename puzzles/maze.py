@@ -27,7 +27,11 @@ class Maze(Kind):
     @staticmethod
     def new_task(rows):
         """See Kind."""
-        return {"kind": "maze", "grid": [rows, rows], "symbols": MAZE}
+        return {
+            "kind": "maze",
+            "grid": [rows, rows],
+            "symbols": MAZE,
+        }
 
     def question_symbols(self):
         """See Kind. The path is no part of a question."""
@@ -66,7 +70,8 @@ class Maze(Kind):
         """
         questions, answers = puzzles
         # the first way to turn changes nothing
-        copies = puzzles[:, :, self.turns()[1:1 + num_copies]]
+        turns = self.turns()[1:1 + num_copies]
+        copies = puzzles[:, :, turns]
 
         # solve the copies of mazes whose answer follows the rule
         answers_by_rule, _ = solve_mazes(questions)
@@ -90,7 +95,11 @@ def path_metrics(questions, answers):
     is_path = answers == PATH
     is_end = np.isin(questions, [START, GOAL])
     is_any_end = is_end | np.isin(answers, [START, GOAL])
-    fits = np.where(is_any_end, answers == questions, ~is_path | (questions == OPEN))
+    fits = np.where(
+        is_any_end,
+        answers == questions,
+        ~is_path | (questions == OPEN),
+    )
 
     # solve the maze whose only open cells are the path's: its shortest path must take all of them
     num_steps = is_path.sum(axis=1) + 1
@@ -116,15 +125,20 @@ def solve_mazes(questions):
     size = math.isqrt(questions.shape[1])
     width = size + 2
     border = (0, 0), (1, 1), (1, 1)
-    squares = np.pad(questions.reshape(-1, size, size), border, constant_values=WALL)
-    from_goal = distances(squares == GOAL, squares != WALL).reshape(-1, width * width)
+    squares = questions.reshape(-1, size, size)
+    squares = np.pad(squares, border, constant_values=WALL)
     cells = squares.reshape(-1, width * width)
+    from_goal = distances(squares == GOAL, squares != WALL)
+    from_goal = from_goal.reshape(cells.shape)
 
     # begin at the starts; without one start and one goal there is no path
     is_start = cells == START
-    has_ends = (is_start.sum(axis=1) == 1) & ((cells == GOAL).sum(axis=1) == 1)
+    num_starts = is_start.sum(axis=1)
+    num_goals = (cells == GOAL).sum(axis=1)
+    has_ends = (num_starts == 1) & (num_goals == 1)
     position = is_start.argmax(axis=1)
-    steps = np.maximum(from_goal[np.arange(len(cells)), position] * has_ends, 0)
+    steps = from_goal[np.arange(len(cells)), position]
+    steps = np.maximum(steps * has_ends, 0)
 
     # walk to the goals: the mazes with the longest way first, until all are as near
     neighbors_at = np.array([width, -1, 1, -width])  # down, left, right, up
@@ -135,7 +149,8 @@ def solve_mazes(questions):
         choice = is_nearer.argmax(axis=1, keepdims=True)
         position[rows] = np.take_along_axis(neighbors, choice, axis=1)
         cells[rows, position[rows]] = PATH
-    return squares[:, 1:-1, 1:-1].reshape(questions.shape), steps
+    inner = squares[:, 1:-1, 1:-1]
+    return inner.reshape(questions.shape), steps
 
 
 def distances(starts, is_open):

@@ -18,8 +18,8 @@ import numpy as np
 from puzzles import Kind
 from puzzles.keys import keys_of
 from puzzles.text import check_text
-from puzzles.writer import new_dataset, refuse_existing, write_split
-from runtime.errors import TransientError, UserError, check_choices
+from puzzles.writer import refuse_existing, write_dataset
+from runtime.errors import TransientError, UserError
 from runtime.files import Progress
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
@@ -45,7 +45,8 @@ def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
     if settings.train_csv or settings.test_csv:
         settings.source = "csv"
     dataset_names = dataset_names | {"csv": os.path.basename(settings.train_csv).split(".")[0]}
-    check_choices(settings, {"source": dataset_names})
+    if settings.source not in dataset_names:
+        raise UserError(f"source must be one of {', '.join(dataset_names)}, not {settings.source!r}")
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
 
@@ -93,39 +94,34 @@ def distinct_rows(path, rows, several_answers=False):
         print(f"{path}: left out {num_repeated:,} rows whose question stands above")
 
 
-def read_puzzles(path, rows, kind, ignored=""):
+def read_puzzles(path, rows, kind):
     """Returns the puzzles of a file, questions and answers [2, n, cells].
 
     Args:
         path: the file.
         rows: an iterator of its rows as csv_rows yields them, with the columns question and answer.
         kind: the puzzles' Kind.
-        ignored: characters of answers for cells that do not count: there they become token 0.
 
     Raises UserError with the first line that is wrong, or else whose answer breaks a rule.
     """
-    # {name: {each symbol that it may have: its token}}
     tokens = dict(zip(kind.symbols[1:], range(1, 256)))
-    tables = {"question": tokens, "answer": tokens | dict.fromkeys(ignored, 0)}
-
     codes = bytearray()
     lines = []
     progress = Progress(f"reading {path}")
     for line, row in rows:
         lines.append(line)
-        for name, table in tables.items():
-            check_text(kind, row[name], "".join(table), f"{path}:{line}: the {name}")
-            codes += bytes(map(table.get, row[name]))
+        for name in "question", "answer":
+            check_text(kind, row[name], "".join(tokens), f"{path}:{line}: the {name}")
+            codes += bytes(map(tokens.get, row[name]))
         progress.add(1)
     puzzles = np.array(codes).reshape(-1, 2, kind.cells).swapaxes(0, 1).copy()
 
-    # complete answers must keep the rules
+    # the answers must keep the rules, if these are known
     for first in range(0, len(lines), ROWS):
         questions, answers = puzzles[:, first:first + ROWS]
         judgement = kind.judge(questions, answers)
         if judgement:
-            is_wrong = answers.all(axis=1) & ~judgement.solved
-            for i in np.flatnonzero(is_wrong):
+            for i in np.flatnonzero(~judgement.solved):
                 raise UserError(f"{path}:{lines[first + i]}: {kind.verdict(questions[i], answers[i])} (read "
                                 f"as a grid of {kind.rows}x{kind.columns})")
     return puzzles
@@ -279,17 +275,16 @@ def write_puzzles(settings, script, config, kind, train, test, num_copies, left_
         copies = kind.training_copies(block, num_copies, rng, test_keys)
         # each puzzle stands before its copies, [2, n, 1 + num_copies, cells]
         blocks.append(np.concatenate([block[:, :, None], copies], axis=2))
+    versions = np.concatenate(blocks, axis=1)
 
     # write the files
     counts = left_out | {
         "training puzzles": train.shape[1],
-        "copies of each": copies.shape[2],  # there may be fewer than num_copies
+        "copies of each": versions.shape[2] - 1,  # there may be fewer than num_copies
         "test puzzles": test.shape[1],
     }
     manifest = kind.task | {"command": command_of(script, settings), "counts": counts}
-    with new_dataset(settings.output_dir, manifest) as folder:
-        write_split(f"{folder}/train", np.concatenate(blocks, axis=1), kind.task)
-        write_split(f"{folder}/test", test, kind.task)
+    write_dataset(settings.output_dir, {"train": versions, "test": test}, len(kind.symbols), manifest)
     print_report(settings, config, counts)
     return settings.output_dir
 

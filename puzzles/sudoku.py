@@ -12,8 +12,19 @@ from puzzles.symmetries import Symmetries, renamings
 SUDOKU = " .123456789ABCDEFG"  # a symbol for each token
 EMPTY = 1  # token
 # {rows of a board: rows and columns of a box}
-BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3), 12: (3, 4), 16: (4, 4)}
-UNITS = (2, 3), (0, 1), (1, 3)  # axes of (bands, rows, stacks, columns) along a row, a column and a box
+BOXES = {
+    4: (2, 2),
+    6: (2, 3),
+    9: (3, 3),
+    12: (3, 4),
+    16: (4, 4),
+}
+# the axes of (bands, rows, stacks, columns) that go along a unit
+UNITS = (
+    (2, 3),  # a row
+    (0, 1),  # a column
+    (1, 3),  # a box
+)
 BOARDS = 4096  # boards in the solver at a time: so many stay in the processor's cache
 SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search: a second; most need 1000
 SHORT_SEARCH = 300  # rounds for each clue of a board with more than 9 rows
@@ -28,7 +39,11 @@ class Sudoku(Kind):
     def new_task(rows):
         """See Kind. The task has no symbols if there is no such Sudoku."""
         symbols = SUDOKU[:rows + 2] if rows in BOXES else ""
-        return {"kind": "sudoku", "grid": [rows, rows], "symbols": symbols}
+        return {
+            "kind": "sudoku",
+            "grid": [rows, rows],
+            "symbols": symbols,
+        }
 
     @property
     def box(self):
@@ -41,7 +56,9 @@ class Sudoku(Kind):
     def judge(self, questions, answers):
         """See Kind. Cells that are empty, differ from a given, or have a digit of their unit break a rule."""
         # find empty cells, and givens that have changed
-        broken = (answers < 2) | (questions > 1) & (answers != questions)
+        is_empty = answers < 2
+        is_changed = (questions > 1) & (answers != questions)
+        broken = is_empty | is_changed
 
         # find digits that stand twice in a row, a column or a box
         board = np.arange(len(answers))[:, None]
@@ -74,10 +91,17 @@ class Sudoku(Kind):
         rows_from = random_order(bands, rows)[:, :, None]
         columns_from = random_order(stacks, columns)[:, None]
         cells_from = np.where(
-            transposed, size * columns_from + rows_from, size * rows_from + columns_from)
+            transposed,
+            size * columns_from + rows_from,
+            size * rows_from + columns_from,
+        )
 
         # draw what each digit becomes; token 2 is digit 1
-        return Symmetries(cells_from.reshape(n, -1), renamings(range(2, size + 2), (n,), rng))
+        digits = range(2, size + 2)
+        return Symmetries(
+            cells_from.reshape(n, -1),
+            renamings(digits, (n,), rng),
+        )
 
     def training_copies(self, puzzles, num_copies, rng, test_keys):
         """See Kind. A copy that is a test question is made anew."""
@@ -88,7 +112,10 @@ class Sudoku(Kind):
         while wanted.size:
             symmetries = self.draw_symmetries(len(wanted), rng)
             copies[:, wanted] = symmetries.apply(originals[:, wanted])
-            wanted = np.flatnonzero([question.tobytes() in test_keys for question in copies[0]])
+            wanted = np.flatnonzero([
+                question.tobytes() in test_keys
+                for question in copies[0]
+            ])
         return copies.reshape(2, n, num_copies, cells)
 
     def keys(self, questions):
@@ -264,9 +291,11 @@ def random_boards(n, size, rng):
         done.append(boards[:, solved])
         boards = boards[:, ~solved]
     # bit d - 1 is token d + 1
-    return np.bitwise_count(np.concatenate(done, axis=1).T - 1) + 2
+    digit_bits = np.concatenate(done, axis=1).T
+    return np.bitwise_count(digit_bits - 1) + 2
 
 
 def shuffled(rng, *shape):
     """Returns random orders of 0, 1, ... along the last axis of an array with this shape."""
-    return rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
+    in_order = np.broadcast_to(np.arange(shape[-1]), shape)
+    return rng.permuted(in_order, axis=-1)

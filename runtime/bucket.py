@@ -1,4 +1,4 @@
-"""HTTP that tries again, Google Cloud Storage over it, and the mirror of a run."""
+"""Google Cloud Storage, and the mirror of a run there."""
 import functools
 import json
 import os
@@ -6,77 +6,20 @@ import re
 import subprocess
 import textwrap
 import threading
-import time
 import urllib.parse
-from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import requests
 
 from runtime.errors import TransientError, UserError, writing
-from runtime.files import replacing, to_stderr
+from runtime.files import replacing
+from runtime.retry import RETRIED, try_again
 
-ATTEMPTS = 9  # at each request; they take three minutes
-RETRIED = {408, 429, *range(500, 600)}  # statuses of a server that may answer later
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
 METADATA_TOKEN = "http://169.254.169.254/computeMetadata/v1/instance/service-accounts/default/token"
-
-
-# ---------------------------------------------------------------------------------------------------------
-# HTTP
-
-def try_again(attempt, label):
-    """Calls attempt() until it succeeds, at most ATTEMPTS times, and returns its result.
-
-    Args:
-        attempt: a function; after a TransientError or an error of requests it is called again.
-        label: the beginning of the lines on stderr and of the last error.
-
-    Raises TransientError if the last call fails, and UserError for an address or a token that cannot be one.
-    """
-    cause = ""
-    for failures in range(ATTEMPTS):
-        seconds = backoff(failures)
-        if seconds:
-            to_stderr(f"{label}: {cause}; trying again in {seconds} s")
-            time.sleep(seconds)
-
-        # an error of requests is told by its name: its text has the URL, which may hold a password
-        try:
-            return attempt()
-        except TransientError as e:
-            cause = e
-        except ValueError as e:
-            raise UserError(f"{label}: {type(e).__name__}: correct the address of a server or proxy, or the "
-                            "token, in the environment (STORAGE_EMULATOR_HOST, HF_ENDPOINT, HTTPS_PROXY, "
-                            "HTTP_PROXY, HF_TOKEN, CLOUDSDK_AUTH_ACCESS_TOKEN)") from None
-        except requests.RequestException as e:
-            cause = type(e).__name__
-    raise TransientError(f"{label}: {cause}")
-
-
-def until_stop(call, stop):
-    """Returns call(), or raises SystemExit(3) once stop() returns true: a large file takes minutes."""
-    future = Future()
-
-    def work():
-        try:
-            future.set_result(call())
-        except Exception as e:
-            future.set_exception(e)
-
-    # a thread that does not keep the process alive; what takes less than a second is not interrupted
-    threading.Thread(target=work, daemon=True).start()
-    while not wait([future], 1).done:
-        if stop():
-            raise SystemExit(3)
-    return future.result()
-
-
-def backoff(failures):
-    """Returns the seconds to wait after 0, 1, 2, 3, ... failures: 0, 1, 2, 4, ..., 60."""
-    return min(60, 2**failures // 2)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -150,8 +93,8 @@ class Bucket:
 
     def list(self, page_token=None):
         """Returns the names of all objects under the prefix, from the page of a token on."""
-        params = {"prefix": self.prefix, "fields": "nextPageToken,items(name)", "pageToken": page_token}
-        page = self._request("GET", "", self.objects, json.loads, params)
+        page = self._request("GET", "", self.objects, json.loads, {
+            "prefix": self.prefix, "fields": "nextPageToken,items(name)", "pageToken": page_token})
         names = [item["name"].removeprefix(self.prefix) for item in page.get("items", [])]
         # a page has at most 1000 objects
         if "nextPageToken" in page:
@@ -175,30 +118,22 @@ class Bucket:
         label = f"{self.url}/{name}"
         url = endpoint or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
-        def send():
+        def attempt():
             # requests sends a file in blocks, each with the first time limit; bytes have one for all
             with content.open("rb") if isinstance(content, Path) else nullcontext(content) as body:
-                return requests.request(method, url, params=params, data=body, auth=authorize,
-                                        timeout=self.timeout, allow_redirects=False)
-
-        def attempt():
-            response = send()
-            # a token can be withdrawn before it expires: one more request, with a new one
-            if response.status_code == 401:
-                access_token.cache_clear()
-                response = send()
+                response = requests.request(method, url, params=params, data=body, auth=authorize,
+                                            timeout=self.timeout, allow_redirects=False)
 
             status = response.status_code
-            if status in (200, 204):
-                try:
-                    return parse(response.content)
-                except ValueError as e:
-                    raise TransientError(f"not the answer of a bucket, or damaged: {e}") from None
+            if status < 300:
+                return parse(response.content)
             if status == 404 and not endpoint:
                 return None
-            # a refusal is the user's error, unless the server may answer later
             message = textwrap.shorten(re.sub(r"Bearer \S+", "***", f"status {status} {response.text}"), 300)
-            if status in RETRIED:
+            # a refusal is the user's error, unless the server may answer later, or the token has expired;
+            # a new one has no hits
+            if status in RETRIED or status == 401 and access_token.cache_info().hits:
+                access_token.cache_clear()
                 raise TransientError(message)
             raise UserError(f"{label}: {message}: log in (gcloud auth login), or give the account the role "
                             "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
@@ -207,82 +142,96 @@ class Bucket:
         return until_stop(lambda: try_again(attempt, label), self.stop)
 
 
+def until_stop(call, stop):
+    """Returns call(), or raises SystemExit(3) once stop() returns true: a large file takes minutes."""
+    # a thread that keeps neither this block nor the process from ending
+    with ThreadPool(1) as pool:
+        result = pool.apply_async(call)
+        while True:
+            with suppress(TimeoutError):
+                return result.get(1)
+            if stop():
+                raise SystemExit(3)
+
+
 def authorize(request):
     """Returns a request with a token in its header, unless it is for the emulator."""
     if not os.environ.get("STORAGE_EMULATOR_HOST"):
-        # every source renews a token some 225 s before its end; time.monotonic() stops while a laptop sleeps
-        request.headers["Authorization"] = f"Bearer {access_token(time.time() // 200)}"
+        request.headers["Authorization"] = f"Bearer {access_token()}"
     return request
 
 
-@functools.lru_cache(1)
-def access_token(period):
-    """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's. Asks once in a period."""
-    token = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN")
+@functools.cache
+def access_token():
+    """Returns an OAuth token: CLOUDSDK_AUTH_ACCESS_TOKEN, or a VM's, or gcloud's.
 
-    # a VM has one, which is asked for without a proxy: that does not lead to the machine's own metadata
+    It serves until it is refused. Raises UserError if there is none, and what try_again tries again.
+    """
+    token = os.environ.get("CLOUDSDK_AUTH_ACCESS_TOKEN") or token_of_vm() or token_of_gcloud()
     if not token:
-        options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
-        with suppress(requests.RequestException, KeyError):
-            token = requests.get(METADATA_TOKEN, **options).json()["access_token"]
-
-    # outside Google Cloud gcloud has one; it prints nothing if it fails
-    if not token:
-        command = ["gcloud", "auth", "print-access-token"]
-        with suppress(OSError, subprocess.SubprocessError):
-            token = subprocess.run(command, input="", capture_output=True, text=True, timeout=15).stdout
-    if not token:
-        raise TransientError("no Google credentials: run `gcloud auth login`, or give the VM a service "
-                             "account and the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN")
+        raise UserError("no Google credentials: run `gcloud auth login`, or give the VM a service account "
+                        "and the scope cloud-platform, or set CLOUDSDK_AUTH_ACCESS_TOKEN")
     return token.strip()
+
+
+def token_of_vm():
+    """Returns the token of a VM's service account; None without one, or without a metadata server."""
+    # where no server listens, it is a ConnectionError at once; no proxy leads to the machine's own server
+    with suppress(requests.ConnectionError):
+        options = dict(headers={"Metadata-Flavor": "Google"}, proxies={"http": ""}, timeout=3)
+        response = requests.get(METADATA_TOKEN, **options)
+        if response.status_code in RETRIED:
+            raise TransientError(f"status {response.status_code} of the metadata server")
+        if response.ok:
+            return response.json()["access_token"]
+
+
+def token_of_gcloud():
+    """Returns the token of gcloud's login; None without gcloud, and "" without a login."""
+    with suppress(FileNotFoundError):
+        gcloud = subprocess.run(["gcloud", "auth", "print-access-token"], input="", capture_output=True,
+                                text=True, timeout=15)
+        # it may also fail to renew the token of a login, over a bad network
+        if gcloud.returncode and "active account" not in gcloud.stderr:
+            raise TransientError(f"gcloud: {textwrap.shorten(gcloud.stderr, 300)}")
+        return gcloud.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The mirror of a run
 
 class Mirror:
-    """A thread that copies a run's folder to a bucket: the newest checkpoint, .pt before .json, and the logs.
+    """Copies a run's folder to a bucket: the newest checkpoint, .pt before .json, and the logs.
 
     What fails costs a line of the log, and is tried again at the next update; training continues.
 
     Args:
-        folder: the run's.
+        checkpoints: the run's checkpoint.Checkpoints.
         bucket: a Bucket, whose attempts a stop does not end.
-        newest: the name of the newest checkpoint, such as "ckpt_00002500".
-        outdated: a function of (names in the bucket, newest) that returns the names to delete.
-        say: a function for the lines of the log.
     """
 
     stop_seconds = 15  # for the last upload; a preempted VM has 30
 
-    def __init__(self, folder, bucket, newest, outdated, say):
-        self.folder = folder
+    def __init__(self, checkpoints, bucket):
+        self.checkpoints = checkpoints
         self.bucket = bucket
-        self.newest = newest
-        self.outdated = outdated
-        self.say = say
         self.copied = set()  # versions of files that the bucket has had
         self.error = None  # of the last copy
-        self.is_closing = False
-        # the thread sleeps until there is something to copy, and does not keep the process alive
-        self.changed = threading.Event()
+        self.lock = threading.Lock()  # one thread copies at a time
+
+    def update(self):
+        """Begins to copy what is new, in a thread that does not keep the process alive."""
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
-
-    def update(self, newest):
-        """Begins to copy what is new; newest: the newest complete checkpoint."""
-        self.newest = newest
-        self.changed.set()
 
     def close(self, seconds, stop):
         """Copies what is new, within the given time, or stop_seconds once stop() returns true.
 
-        Returns whether the bucket has everything. The thread ends, or with the process if it hangs.
+        Returns whether the bucket has everything.
         """
         # say so before what may take minutes
-        self.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
-        self.is_closing = True
-        self.changed.set()
+        self.checkpoints.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
+        self.update()
         while self.thread.is_alive() and seconds > 0:
             self.thread.join(1)
             seconds -= 1
@@ -290,48 +239,44 @@ class Mirror:
                 seconds = min(seconds, self.stop_seconds)
         is_complete = not (self.thread.is_alive() or self.error)
         if not is_complete:
-            self.say(f"upload to {self.bucket.url} not complete; --init_from=auto uploads the rest")
+            self.checkpoints.say("upload not complete; --init_from=auto uploads the rest")
         return is_complete
 
     def work(self):
-        is_last = False
-        while not is_last:
-            # the next copy takes what changes during this one
-            self.changed.wait()
-            self.changed.clear()
-            is_last = self.is_closing
+        with self.lock:
+            # of the threads that have waited, the last one copies
+            if threading.current_thread() is not self.thread:
+                return
             try:
                 self.copy()
                 self.error = None
             except Exception as e:  # whatever it is, training continues
                 # a row of errors gets one line
                 if not self.error:
-                    self.say(f"upload failed, the next checkpoint tries again: {e}")
+                    self.checkpoints.say(f"upload failed, the next checkpoint tries again: {e}")
                 self.error = e
 
     def copy(self):
         """Copies what is new."""
-        newest = self.newest
-        wanted = rf"({newest}|best|metrics|log|run|submission|eval_.*)\.(pt|json|jsonl|txt|npz)"
-        names = [name for name in os.listdir(self.folder) if re.fullmatch(wanted, name)]
-        # a .json comes after its .pt, which it proves complete, and the newest checkpoint's after all that a
-        # machine needs to resume from it
-        names.sort(key=lambda name: (name.endswith(".json"), name == newest + ".json"))
-        for name in names:
-            with suppress(FileNotFoundError):  # a newer checkpoint may delete this one meanwhile, .json first
-                self.copy_file(name)
-        for name in self.outdated(self.bucket.list(), newest):
+        newest = self.checkpoints.newest
+        # a log comes first: it is small, and finds out whether the token has expired. A .json comes after its
+        # .pt, which it proves complete, and the newest checkpoint's after all that a machine needs to resume.
+        files = ("log.txt", "metrics.jsonl", "run.json",
+                 "submission.json", "eval_????????.npz", "eval_*.0.npz",  # other ranks upload theirs
+                 "best.pt", "best.json", f"{newest}.pt", f"{newest}.json")
+        for pattern in files:
+            for path in Path(self.checkpoints.out_dir).glob(pattern):
+                with suppress(FileNotFoundError):  # a newer checkpoint may delete it meanwhile, .json first
+                    self.copy_file(path)
+        for name in self.checkpoints.outdated(self.bucket.list(), newest):
             self.bucket.delete(name)
 
-    def copy_file(self, name):
+    def copy_file(self, path):
         """Copies a file, unless the bucket has it as it is."""
-        content = Path(self.folder, name)
-        stat = content.stat()
-        version = (name, stat.st_mtime_ns, stat.st_size)  # the size too: two appends can share one mtime
-        if version in self.copied:
-            return
-        # a log grows meanwhile; the others are written once, and may be larger than the free memory
-        if content.suffix in (".txt", ".jsonl"):
-            content = content.read_bytes()
-        self.bucket.write(name, content)
-        self.copied.add(version)
+        stat = path.stat()
+        version = (path, stat.st_mtime_ns, stat.st_size)  # the size too: two appends can share one mtime
+        if version not in self.copied:
+            # a log grows meanwhile; the others are written once, and may be larger than the free memory
+            is_log = path.suffix in (".txt", ".jsonl")
+            self.bucket.write(path.name, path.read_bytes() if is_log else path)
+            self.copied.add(version)

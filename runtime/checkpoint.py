@@ -12,16 +12,16 @@ import os
 import re
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import file_hash, lock, read_json, read_metrics, replacing
 from runtime.process import STOP
-from runtime.saved import load_start, read_checkpoint
+from runtime.saved import read_checkpoint
 
 # Another machine that resumes needs them.
 LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
@@ -42,9 +42,9 @@ def numbered(names):
 
 
 def outdated(names, newest, keep_last_n):
-    """Returns which of all files `names` to delete, in this order: but for keep_last_n complete checkpoints.
+    """Returns the files to delete, in order; keeps the newest keep_last_n complete checkpoints.
 
-    newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
+    names: all files. newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
     """
     good = [stem for stem in numbered(names) if stem <= newest]
     oldest = min(good[:keep_last_n], default="")  # of those that stay
@@ -85,55 +85,65 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
 # ---------------------------------------------------------------------------------------------------------
 # Where a run begins
 
-@dataclass
-class Start:
-    """What a run begins with, identical on all ranks; only rank 0 has saved and notes."""
-    settings: object  # a checkpoint's where the command has assigned none; init_from: what the run began with
-    path: str = ""  # the checkpoint with its weights; "": new weights
-    is_resume: bool = False  # it goes on with the run of that checkpoint
-    run_id: str = ""  # of the run that is resumed
-    step: int = 0
-    evaluation: dict = field(default_factory=dict)  # the last one that was logged at this step
-    saved_settings: dict = field(default_factory=dict)  # of the run that is resumed or evaluated
-    saved: dict = field(default_factory=dict)  # what the checkpoint holds
-    notes: list = field(default_factory=list)  # lines for the log
+class Start(NamedTuple):
+    """Where a run begins, the same on all ranks."""
+    path: str  # the checkpoint with its weights; "": new weights
+    is_resume: bool  # it goes on with the run of that checkpoint
+    run_id: str  # of the run that is resumed, or ""
+    step: int
+    evaluation: dict  # the last one that was logged at this step
+    saved_settings: dict  # of the run that is resumed or evaluated
 
-    def find(self):
-        """Finds and reads the checkpoint, if there is one. Rank 0."""
-        settings = self.settings
-        out_dir = settings.out_dir
-        file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
-        # an evaluation of a file needs no run
-        newest = "" if settings.eval_only and file else find_newest(settings)
-        self.path = newest or file
-        if not self.path:
-            return
-        self.saved = read_checkpoint(self.path)
-        self.is_resume = newest != "" and not settings.eval_only
 
-        # a new run counts its own steps
-        if self.is_resume or settings.eval_only:
-            self.step = self.saved.get("step", 0)
-            self.saved_settings = self.saved.get("settings", {})
-        # an evaluation and a new run take only the weights and their average
-        if not self.is_resume:
-            for name in "optimizer", "kept":
-                self.saved.pop(name, None)
-            return
+def open_start(settings, device):
+    """Returns the Start that the settings lead to, and on rank 0 its checkpoint's content. All ranks."""
+    # only rank 0's host may have the checkpoint
+    start, saved = on_rank_0(device, partial(find_start, settings)) or (None, {})
+    return device.all_gather(start)[0], saved
 
+
+def find_start(settings):
+    """Finds and reads the checkpoint, if there is one; returns a Start and the content. Raises UserError."""
+    out_dir = settings.out_dir
+    file = "" if settings.init_from in ("scratch", "resume", "auto") else settings.init_from
+    # an evaluation of a file needs no run
+    newest = "" if settings.eval_only and file else find_newest(settings)
+    path = newest or file
+    saved = read_checkpoint(path) if path else {}
+    is_resume = newest != "" and not settings.eval_only
+
+    # a new run counts its own steps, and has settings and an id of its own
+    facts = saved if is_resume or settings.eval_only else {}
+    step = facts.get("step", 0)
+    saved_settings = facts.get("settings", {})
+    evaluation = {}
+    if is_resume:
         # a run goes on with a FILE if it has begun with that; one file has many names
-        self.run_id = self.saved.get("run_id", "")
-        if file and os.path.realpath(file) != os.path.realpath(self.saved_settings["init_from"]):
+        if file and os.path.realpath(file) != os.path.realpath(saved_settings["init_from"]):
             refuse_run("--out_dir", out_dir, files_of(out_dir))
         for line in read_metrics(f"{out_dir}/metrics.jsonl"):
-            if line["step"] == self.step and "eval/loss" in line:
-                self.evaluation = line
+            if line["step"] == step and "eval/loss" in line:
+                evaluation = line
+    else:
+        # an evaluation and a new run take only the weights and their average
+        saved = {name: value for name, value in saved.items() if name not in ("optimizer", "kept")}
+    return Start(path, is_resume, facts.get("run_id", ""), step, evaluation, saved_settings), saved
 
-    def load_into(self, model, train_set, device):
-        """Gives rank 0's model its first weights. All ranks. Raises UserError for what does not fit."""
-        check_ranks(model.settings, train_set, device)
-        check_hosts(self, device)
-        check_rank_0(device, partial(load_start, self, model, train_set))
+
+def settings_of(start, settings, not_resumed):
+    """Returns the command's settings; what it has not assigned is the checkpoint's, but for not_resumed."""
+    saved = {name: value for name, value in start.saved_settings.items() if name not in not_resumed}
+    # --epochs sets the length of the run, and not the checkpoint's max_steps
+    if any(flag.startswith("--epochs=") for flag in settings.argv):
+        saved.pop("max_steps", None)
+    settings = copy.copy(settings)  # replicas may be threads
+    settings.fill(saved)
+    # what the run began with
+    if start.is_resume:
+        settings.init_from = start.saved_settings["init_from"]
+    elif not start.path:
+        settings.init_from = "scratch"
+    return settings
 
 
 def check_folders(settings):
@@ -154,47 +164,23 @@ def open_bucket(settings, stop=lambda: False):
         return Bucket(settings.gcs_dir, stop)
 
 
-def open_start(settings, device, run_settings):
-    """Returns the Start that the command's settings lead to. All ranks.
-
-    run_settings: names of those that a resume does not take from the checkpoint. Raises UserError where there
-    is no checkpoint or another run.
-    """
-    settings = copy.copy(settings)  # replicas may be threads
-    start = Start(settings)
-    check_rank_0(device, start.find)
-    # only rank 0's host may have the checkpoint, which stays there
-    shared = vars(start).keys() - {"settings", "saved", "notes"}
-    vars(start).update(device.all_gather({name: getattr(start, name) for name in shared})[0])
-
-    saved = {name: value for name, value in start.saved_settings.items() if name not in run_settings}
-    # --epochs sets the length of the run, and not the checkpoint's max_steps
-    if any(flag.startswith("--epochs=") for flag in settings.argv):
-        saved.pop("max_steps", None)
-    settings.fill(saved)
-    # what the run began with
-    if start.is_resume:
-        settings.init_from = start.saved_settings["init_from"]
-    elif not start.path:
-        settings.init_from = "scratch"
-    return start
-
-
-def check_rank_0(device, call):
-    """Lets rank 0 call(); all ranks raise its error: they would wait for it."""
+def on_rank_0(device, call):
+    """Returns what call() returns on rank 0, elsewhere None. All ranks raise its error: they would wait."""
+    result = None
     error = None
     if device.rank == 0:
         try:
-            call()
+            result = call()
         except (Exception, SystemExit) as e:
             error = e
     error_of_rank_0 = device.all_gather(error)[0]
     if error_of_rank_0:
         raise error or error_of_rank_0  # rank 0's own has a traceback
+    return result
 
 
 def find_newest(settings):
-    """Returns the path of the newest whole checkpoint of the bucket and out_dir, or ""; see open_start."""
+    """Returns the path of the newest whole checkpoint of the bucket and out_dir, or "". Raises UserError."""
     out_dir = settings.out_dir
     bucket = open_bucket(settings, STOP.is_set)
     if bucket:
@@ -256,16 +242,17 @@ def check_ranks(settings, train_set, device):
             raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
 
-def check_hosts(start, device):
+def check_hosts(start, settings, device):
     """Raises UserError if a host has a newer checkpoint than rank 0's: a run does not go back in silence.
 
     That host had rank 0 before. With a bucket it is a line on the terminal.
     """
-    settings = start.settings
+    if settings.eval_only:
+        return
     own = Path(start.path).stem if start.is_resume else ""
     newer = Path(newest_whole(settings.out_dir, newer_than=own)).stem
     newer, host = max(device.all_gather((newer, device.host)))
-    if not newer or settings.eval_only:
+    if not newer:
         return
     line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {own or 'no checkpoint'} on rank "
             "0's")
@@ -286,11 +273,12 @@ class Checkpoints:
     The with block locks out_dir.
     """
 
-    def __init__(self, start, run, train_set, test_set, score, say):
+    def __init__(self, start, settings, run, train_set, test_set, score, say):
         self.start = start
+        self.settings = settings
         self.run = run
-        self.out_dir = start.settings.out_dir
-        self.outdated = partial(outdated, keep_last_n=start.settings.keep_last_n)
+        self.out_dir = settings.out_dir
+        self.outdated = partial(outdated, keep_last_n=settings.keep_last_n)
         self.score = score
         self.say = say
         self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
@@ -302,8 +290,8 @@ class Checkpoints:
         # what belongs to the run, which a resume checks and goes on with
         self.facts = dict(
             sizes=run.model.sizes,
-            forks=start.settings.forks,
-            settings=vars(start.settings),
+            forks=settings.forks,
+            settings=vars(settings),
             data_sha256=train_set.sha256,
             task=train_set.task,
             identifiers_sha256=train_set.identifiers_sha256,
@@ -311,7 +299,7 @@ class Checkpoints:
         )
 
     def __enter__(self):
-        check_rank_0(self.run.device, self.take_folder)
+        on_rank_0(self.run.device, self.take_folder)
         return self
 
     def __exit__(self, kind, *error):
@@ -342,10 +330,10 @@ class Checkpoints:
             best = read_json(f"{self.out_dir}/best.json")
             if self.start.is_resume and best["step"] <= self.start.step:
                 self.best_score = float(self.score(best["metrics"]))
-        bucket = open_bucket(self.start.settings)  # a stop does not end its attempts
+        bucket = open_bucket(self.settings)  # a stop does not end its attempts
         if bucket:
             from runtime.bucket import Mirror
-            self.mirror = Mirror(self.out_dir, bucket, self.newest, self.outdated, self.say)
+            self.mirror = Mirror(self, bucket)
 
     def save(self, step, metrics, name=""):
         """Writes a checkpoint and its .json, unless this step has one."""
@@ -386,7 +374,7 @@ class Checkpoints:
             self.newest = name
             self.prune()
         if self.mirror:
-            self.mirror.update(self.newest)
+            self.mirror.update()
         return True
 
     def prune(self):

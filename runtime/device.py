@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.errors import TransientError, UserError, one_line
 from runtime.files import to_stderr
-from runtime.process import STOP
+from runtime.process import STOP, StepDropped, end_with_parent
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
@@ -58,6 +58,7 @@ class Place(NamedTuple):
     world: int = 1
     local_rank: int = 0  # the number of its GPU
     host: int = 0
+    joins: bool = False  # whether it has yet to meet the others, where the variables say
 
 
 def read_place():
@@ -66,21 +67,23 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
-    local_rank, host = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "GROUP_RANK"))
+    values = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
     # Ray Train, accelerate and Lightning join the processes themselves
-    if dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
-    values = {name: os.environ.get(name, "") for name in TORCHRUN}
-    if values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1") and not all(values.values()):
+    has_joined = dist.is_initialized()
+    has_all = all(map(os.environ.get, TORCHRUN))
+    if not (has_joined or has_all) and values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1"):
         return Place()
-    # torch would wait for a rank beyond the others
     with suppress(ValueError):
-        rank, world, port = (int(values[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        if 0 <= rank < world and 0 < port < 2 ** 16 and values["MASTER_ADDR"]:
-            return Place(rank, world, local_rank, host)
+        numbers = (int(value or 0) for name, value in values.items() if name != "MASTER_ADDR")
+        rank, world, port, local_rank, host = numbers
+        if has_joined:
+            return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
+        # torch would wait for a rank beyond the others
+        if has_all and 0 <= rank < world and 0 < port < 2 ** 16:
+            return Place(rank, world, local_rank, host, joins=True)
     given = " ".join(f"{name}={value}" for name, value in values.items())
-    raise UserError(f"{given} in the environment: several replicas need all four, as torchrun sets them, "
-                    "RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
+    raise UserError(f"{given} in the environment: several replicas need the first four, as torchrun "
+                    "sets them, RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
                     "`env -u RANK -u WORLD_SIZE python train.py ...`")
 
 
@@ -95,8 +98,7 @@ class Device:
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
 
     def __init__(self, device_type, settings, place=None):
-        """place: which replica this is; None: torchrun's variables say it, and it joins the others."""
-        joins = place is None and all(map(os.environ.get, TORCHRUN)) and not dist.is_initialized()
+        """place: which replica this is; None: as the environment says."""
         place = place or read_place()
         self.type = device_type
         self.rank = place.rank
@@ -104,18 +106,20 @@ class Device:
         self.host = place.host
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
-        self.report = lambda seconds, share: None  # see loop_over_micro_batches
+        self.report = lambda seconds, share: None  # see for_each_micro_batch
         self.must_compile = settings.compile == "on"
         self.compiles = self.must_compile or settings.compile == "auto" and device_type == "cuda"
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
-        if joins:
+        if place.joins:
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
         """Waits for the replicas that torchrun starts beside this one. A request to stop ends the process."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
+            end_with_parent()
         has_joined = threading.Event()
 
         def watch():
@@ -155,11 +159,10 @@ class Device:
             cpuinfo = Path("/proc/cpuinfo")
             if cpuinfo.exists() and re.search("avx512_bf16|amx_bf16", cpuinfo.read_text()):
                 return "bfloat16", "this processor has instructions for it"
-        else:
-            if torch.cuda.is_bf16_supported(including_emulation=False):
-                return "bfloat16", f"{self.name} has units for it"
-            if torch.cuda.get_device_capability() >= (7, 0):
-                return "float16", f"{self.name} has no bfloat16 units"
+        elif torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16", f"{self.name} has units for it"
+        elif torch.cuda.get_device_capability() >= (7, 0):
+            return "float16", f"{self.name} has no bfloat16 units"
         return "float32", f"{self.name} has no units for 16-bit numbers"
 
     def put(self, tree):
@@ -271,15 +274,28 @@ class Device:
             batch: a tree of tensors [B, ...].
             size: of a micro-batch; 0: all B.
 
-        Returns the sums, and the trees joined, [B, ...]. Raises KeyboardInterrupt if a stop is requested in
-        what takes long, unless other replicas would wait for this one.
+        Returns the sums, and the trees joined, [B, ...]. Tells self.report the seconds since the first
+        micro-batch, which compiles, and the share of the others that is done. Raises StepDropped if a stop
+        is requested in what takes long, unless other replicas would wait for this one.
         """
-        def report(seconds, share):
-            self.report(seconds, share)
-            if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
-                raise KeyboardInterrupt
-
-        return loop_over_micro_batches(body, sums, weights, batch, size, report)
+        num_sequences = len(tree_leaves(batch)[0])
+        size = size or num_sequences
+        results = []
+        began = 0.0
+        for first in range(0, num_sequences, size):
+            micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
+            addends, result = body(weights, micro_batch)
+            sums = tree_map(torch.add, sums, addends)
+            results.append(result)
+            # how far it is; a stop drops the rest
+            began = began or time.monotonic()
+            if first:
+                seconds = time.monotonic() - began
+                share = first / (num_sequences - size)
+                self.report(seconds, share)
+                if self.world == 1 and STOP.is_set() and seconds > LONG and share < 1:
+                    raise StepDropped
+        return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
     def peak_memory(self):
         """Returns the most bytes in use at a time; 0 on a CPU and with TorchTPU."""
@@ -324,26 +340,6 @@ def flatten(tree):
         return tree_unflatten(views, structure)
 
     return vector, restore
-
-
-def loop_over_micro_batches(body, sums, weights, batch, size, report=lambda seconds, share: None):
-    """See Device.for_each_micro_batch.
-
-    report: gets the seconds since the first micro-batch, which compiles, and the share of the others done.
-    """
-    num_sequences = len(tree_leaves(batch)[0])
-    size = size or num_sequences
-    results = []
-    began = 0.0
-    for first in range(0, num_sequences, size):
-        micro_batch = tree_map(lambda t: t[first:first + size], batch)  # noqa: B023
-        addends, result = body(weights, micro_batch)
-        sums = tree_map(torch.add, sums, addends)
-        results.append(result)
-        began = began or time.monotonic()
-        if first:
-            report(time.monotonic() - began, first / (num_sequences - size))
-    return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
 
 def check_batch_size(settings, device):

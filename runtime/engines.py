@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import torch
 
-from runtime.device import TORCHRUN, Device, read_place
+from runtime.device import Device, read_place
 from runtime.errors import UserError, writing
 
 # The environment variables in which srun, mpirun, mpiexec, SkyPilot, and Kubeflow's PyTorchJob tell how many
@@ -47,7 +47,7 @@ def choose_device(wanted):
     has_cuda = torch.cuda.is_available()
     if missing in NEEDS and not (missing == "cuda" and has_cuda):
         raise UserError(f"--device={wanted} needs {NEEDS[missing]}")
-    check_launcher(place.world)
+    check_launcher(place)
     note = ""
     if hasattr(torch, "tpu"):
         # the first backward pass looks for a TPU, and libtpu would ask a metadata server for one forever
@@ -59,9 +59,9 @@ def choose_device(wanted):
     return "cpu", reason + note
 
 
-def check_launcher(world):
+def check_launcher(place):
     """Raises UserError if a launcher has started several processes, of which each would train alone."""
-    is_alone = world == 1 and not all(map(os.environ.get, TORCHRUN))
+    is_alone = place.world == 1 and not place.joins
     for name in LAUNCHERS:
         # each of srun's tasks may be a torchrun that does not know the others
         is_apart = name == "SLURM_STEP_NUM_TASKS" and os.environ.get("GROUP_WORLD_SIZE") == "1"

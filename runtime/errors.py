@@ -32,29 +32,23 @@ def is_out_of_memory(error):
     if isinstance(error, (UserError, TransientError)):
         return False
     error = getattr(error, "inner_exception", error)  # torch.compile wraps it
-    words = "RESOURCE_EXHAUSTED", "can't allocate memory"
-    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return is_named or any(word in str(error) for word in words)
+    words = "out of memory", "can't allocate memory", "RESOURCE_EXHAUSTED"  # CUDA's, the CPU's, TPUs'
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 @contextmanager
-def reporting_full_memory(run):
-    """Raises UserError for a full memory in its block; run: a train.Run."""
+def reporting_full_memory(micro_batch_size=1):
+    """Raises UserError for a full memory in its block, where so many sequences are computed at a time."""
     try:
         yield
     except Exception as e:
         if not is_out_of_memory(e):
             raise
-        raise UserError(f"out of memory on the device: a --micro_batch_size below {run.micro_batch_size} "
-                        "gives the same result, if it divides the sequences of a replica") from None
-
-
-def check_choices(settings, choices):
-    """Raises UserError for the first setting that is not one of its choices, {name: its values}."""
-    for name, allowed in choices.items():
-        value = getattr(settings, name)
-        if value not in allowed:
-            raise UserError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        advice = "a lower global_batch_size or hidden_size needs less"
+        if micro_batch_size > 1:
+            advice = (f"a --micro_batch_size below {micro_batch_size} gives the same result, if it divides "
+                      "the sequences of a replica")
+        raise UserError(f"out of memory on the device: {advice}") from None
 
 
 def check_values(values, batch_size):

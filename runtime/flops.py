@@ -30,7 +30,7 @@ def flops_per_example(model, cycles=None):
     if model.has_puzzle_emb:
         puzzle_rows = torch.empty(1, model.settings.puzzle_emb_ndim, device="meta", requires_grad=True)
 
-    # a forward and a backward pass
+    # a forward and a backward pass, in training mode
     steps = sequences["steps"]
     was_training = model.training
     try:

@@ -72,7 +72,8 @@ class Log:
         """Logs what the run is, and on what; notes: further lines."""
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {self.hardware}; "
-                    f"settings unlike train.py's: {self.settings.flags() or 'none'}")
+                    f"forks: {', '.join(self.settings.forks) or 'none'}; "
+                    f"other settings unlike train.py's: {self.settings.flags() or 'none'}")
         command = train_set.made_by() or "made by an unknown command"
         self.print0(f"{trm.num_parameters():,} parameters; "
                     f"{len(train_set):,} training examples of {train_set.total_groups:,} puzzles, "
@@ -81,12 +82,10 @@ class Log:
             self.print0(note)
 
     def begin(self, run, train_set, run_id, recipe, total_steps):
-        """Writes the first line of metrics.jsonl, drops lines past the first step, and starts W&B.
+        """Says how far this run goes, and begins its metrics.jsonl and W&B.
 
-        Args:
-            run, train_set, total_steps: as in train.train_and_evaluate.
-            run_id: of Checkpoints; it continues W&B's curves after a restart.
-            recipe: {name: value} of the settings that say what the run trains.
+        run_id: of Checkpoints; it continues W&B's curves after a restart. recipe: {name: value} of the
+        settings that say what the run trains.
         """
         self.print0(f"training from step {self.step} to {total_steps}, "
                     f"{self.settings.global_batch_size} sequences a step")
@@ -96,13 +95,19 @@ class Log:
             settings=recipe,
             total_steps=total_steps,
             parameters=run.model.num_parameters(),
-            flops_per_example=run.flops_per_example((self.settings.H_cycles, self.settings.L_cycles)),
+            flops_per_example=run.flops_per_example(),
             examples=len(train_set),
             puzzles=train_set.total_groups,
             data_sha256=train_set.sha256,
             init_from=self.settings.init_from,
             forks=self.settings.forks,
         )
+        self.begin_metrics(facts)
+        if self.settings.wandb_log:
+            self.start_wandb(run_id, facts)
+
+    def begin_metrics(self, facts):
+        """Writes the first line of metrics.jsonl, and drops lines past the first step. Rank 0."""
         # a run that resumes may have begun on other hardware
         with self.warning("metrics.jsonl") as path:
             hardware = sorted({self.hardware, *files.read_facts(path).get("hardware", [])})
@@ -112,8 +117,6 @@ class Log:
             lines += [line for line in files.read_metrics(path) if line["step"] <= self.step and self.step]
             with files.replacing(path) as f:
                 f.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        if self.settings.wandb_log:
-            self.start_wandb(run_id, facts)
 
     def start_wandb(self, run_id, facts):
         """Starts W&B's run, or continues it; training does without. Rank 0."""
@@ -152,7 +155,7 @@ class Log:
         self.restart_clock(step)
 
     def within_step(self, seconds, share):
-        """Reports how far a step is that takes longer than SLOW; see device.loop_over_micro_batches."""
+        """Reports how far a step is that takes longer than SLOW; see Device.for_each_micro_batch."""
         restart_watchdog(self.settings.stall_timeout)
         step_seconds = seconds / share
         if step_seconds >= SLOW and time.monotonic() >= self.next_line:

@@ -1,6 +1,5 @@
 """How a command starts, stops and ends: signals, exit codes, the watchdog, and the replicas of a host."""
 import faulthandler
-import importlib.util
 import math
 import multiprocessing.resource_tracker
 import os
@@ -14,60 +13,57 @@ from runtime.errors import TransientError, UserError
 from runtime.files import duration, to_stderr
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # SLURM sends SIGUSR1
-
 STOP = threading.Event()  # set once this process is asked to save and stop; one rank's request stops all
-
 START_TIMEOUT = 1800  # seconds in which torch_xla must have started a replica
-
 STOP_TIMEOUT = 60  # seconds in which a replica must have stopped; the system kills it then
-
-
-def import_as(name, path):
-    """Imports a file as the module of that name, and returns the module."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def command(main):
     """Runs main(sys.argv[1:]) as a command: an expected error becomes one line on stderr and an exit code."""
     open_stderr()
     name = os.path.basename(sys.argv[0])
-    has_ended = threading.Event()
     with suppress(AttributeError):  # it is closed, or a test's
         sys.stdout.reconfigure(errors="backslashreplace")  # for a path that the terminal's encoding lacks
+    # a run of sweep.py ends with it; the commands that this one starts do not see its id
+    sweep = os.environ.pop("TRM_SWEEP", "")
+    if sweep:
+        end_with_parent(int(sweep))
 
-    # A signal ends a command as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed. A second
-    # one must not interrupt that.
+    with ended_by_signals():
+        try:
+            main(sys.argv[1:])
+            print(end="", flush=True)
+        except BrokenPipeError:
+            # The reader of the output has left, as `| head` does: Python must not flush the rest.
+            sys.stdout = None
+            sys.exit(1)
+        except (UserError, TransientError) as e:
+            print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
+            sys.exit(2 if isinstance(e, UserError) else 1)
+        except KeyboardInterrupt:
+            print(f"{name}: stopped", file=sys.stderr)
+            sys.exit(3)
+
+
+@contextmanager
+def ended_by_signals():
+    """Lets a signal end its block as Ctrl-C does, by a KeyboardInterrupt: what it was writing is removed."""
+    has_ended = threading.Event()
+
+    # a second signal must not interrupt that
     def interrupt(number, frame):
         for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    # Python drops a KeyboardInterrupt that is raised in __del__: the process then ends after four seconds.
+    # Python drops a KeyboardInterrupt that is raised in __del__: the process then ends after four seconds
     def end(number):
         if number in STOP_SIGNALS and not has_ended.wait(4):
             os._exit(3)
 
     restore = take_signals(interrupt, end)
-    # a run of sweep.py ends with it; the commands that this one starts do not see its id
-    sweep = os.environ.pop("TRM_SWEEP", "")
-    if sweep:
-        end_with_parent(int(sweep))
     try:
-        main(sys.argv[1:])
-        print(end="", flush=True)
-    except BrokenPipeError:
-        # The reader of the output has left, as `| head` does: Python must not flush the rest.
-        sys.stdout = None
-        sys.exit(1)
-    except (UserError, TransientError) as e:
-        print(f"{name}: {' '.join(str(e).splitlines())}", file=sys.stderr)
-        sys.exit(2 if isinstance(e, UserError) else 1)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped", file=sys.stderr)
-        sys.exit(3)
+        yield
     finally:
         has_ended.set()
         restore()
@@ -134,6 +130,10 @@ def end_with_parent(parent=0):
 # ---------------------------------------------------------------------------------------------------------
 # Requests to stop a run. On TPUs each replica is a process, to which the main process passes them on.
 
+class StepDropped(Exception):
+    """A request to stop has dropped a step that takes long."""
+
+
 @contextmanager
 def contained():
     """Lets a signal request a stop in its block. Afterwards the process is as before, for notebooks."""
@@ -180,7 +180,7 @@ def on_signals(is_spawned=False):
 
 
 class Watchdog:
-    """Counts seconds in a thread: a timer would go on while a batch system or Ctrl-Z suspends the job."""
+    """Ends a process without progress. A thread counts seconds: a timer goes on while a job is suspended."""
 
     lock = threading.Lock()  # replicas may be threads
     thread = None
@@ -213,12 +213,6 @@ class Watchdog:
 
 
 restart_watchdog = Watchdog().restart
-
-
-def should_stop(stall_timeout):
-    """Returns whether a stop is requested, and restarts the watchdog: to ask is a sign of progress."""
-    restart_watchdog(stall_timeout)
-    return STOP.is_set()
 
 
 @contextmanager

@@ -29,7 +29,8 @@ def read_checkpoint(path):
         # and may have their average beside them
         if "weights" not in saved:
             nested = [saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)]
-            saved = {"weights": [*nested, saved][0] | saved.get("ema_helper", {})}
+            weights = nested[0] if nested else saved
+            saved = {"weights": weights | saved.get("ema_helper", {})}
         if not all(map(torch.is_tensor, saved["weights"].values())):
             raise ValueError("it has no weights")
     except UserError:
@@ -73,59 +74,55 @@ def load_weights(trm, official_weights, same_identifiers=True):
     return is_averaged
 
 
-def load_saved_weights(model, weights, path, same_identifiers=True, saved_settings=None):
-    """See load_weights; raises UserError. path: the file with the weights; saved_settings: what it has."""
-    try:
-        return load_weights(model, weights, same_identifiers)
-    except ValueError as e:
-        changed = changes(model.settings, saved_settings or {}, OF_SHAPES)
-        raise UserError("; ".join([f"{path}: {e}", *changed])) from None
-
-
-def load_start(start, model, train_set):
-    """Loads the weights of a checkpoint.Start, and notes what differs from the checkpoint. Rank 0."""
+def load_start(start, saved, settings, model, train_set):
+    """Loads the weights of a Start, whose file has `saved`; returns lines that say what differs. Rank 0."""
     path = start.path
-    saved = start.saved
     if not path:
-        return
+        return []
     attention = changed_attention(model, saved)
+    notes = []
     if start.is_resume:
-        check_run(start, train_set, attention)
+        check_run(start, saved, settings, train_set, attention)
+        notes += [f"resuming from {path}"]
+        notes += changes(settings, start.saved_settings, sorted(start.saved_settings))
     else:
         check_task(saved, train_set, path)
-    start.notes += [*missing_forks(saved.get("forks", {}), start.settings.forks), *attention]
+    notes += [*missing_forks(saved.get("forks", {}), settings.forks), *attention]
 
     # files of the official code do not say what their identifiers stand for
     sha256 = train_set.identifiers_sha256
     same_identifiers = saved.get("identifiers_sha256", sha256) == sha256
     weights = saved["weights"]
     # the average of frozen weights would drift towards the raw ones: so train on the average itself
-    if start.settings.freeze_weights and not start.is_resume:
+    if settings.freeze_weights and not start.is_resume:
         weights = saved.get("ema") or weights
-    is_averaged = load_saved_weights(model, weights, path, same_identifiers, saved.get("settings"))
-    if is_averaged and start.settings.eval_only:
+    try:
+        is_averaged = load_weights(model, weights, same_identifiers)
+    except ValueError as e:
+        if not start.is_resume:
+            notes += changes(model.settings, saved.get("settings", {}), OF_SHAPES)
+        raise UserError("; ".join([f"{path}: {e}", *notes])) from None
+    if is_averaged and settings.eval_only:
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
                         "further, but not evaluated (docs/arc.md)")
     if is_averaged:
-        start.notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+        notes.append(f"{path} has other puzzle identifiers: all start from the mean of its embedding")
+    return notes
 
 
-def check_run(start, train_set, attention):
+def check_run(start, saved, settings, train_set, attention):
     """Raises UserError if the run cannot go on with this model and dataset."""
     path = start.path
-    if start.saved["data_sha256"] != train_set.sha256:
-        raise UserError(f"{path} was trained on another dataset than {start.settings.data_path}: choose "
+    if saved["data_sha256"] != train_set.sha256:
+        raise UserError(f"{path} was trained on another dataset than {settings.data_path}: choose "
                         "that one, or another --out_dir")
     optimizer = start.saved_settings["optimizer"]
-    if optimizer != start.settings.optimizer:
+    if optimizer != settings.optimizer:
         raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
                         "--init_from=FILE begins with its weights")
     if attention:
         raise UserError(f"{path} was trained as another model: {', '.join(attention)}: leave that out, "
                         "or choose another --out_dir")
-    # tell the log what is resumed and what has changed
-    start.notes.append(f"resuming from {path}")
-    start.notes += changes(start.settings, start.saved_settings, sorted(start.saved_settings))
 
 
 def changed_attention(model, saved):
@@ -156,11 +153,13 @@ def check_task(saved, train_set, path):
     task = saved.get("task", train_set.task)
     if task["grid"] != train_set.task["grid"]:  # weights of another size may fit
         task = train_set.resized(task)
-    for name, first in ("kind", 0), ("symbols", 1):  # padding has no sign, and prepare_csv.py gives it one
-        if task["kind"] and list(task[name])[first:] != list(train_set.task[name])[first:]:
-            raise UserError(f"{path} was trained on puzzles with {name} {task[name]!r}, but "
-                            f"{train_set.path} has {train_set.task[name]!r}: leave out the config file, or "
-                            "give --data_path")
+    ours = train_set.task
+    # padding has no sign, and prepare_csv.py gives it one
+    differs = (task["kind"], task["symbols"][1:]) != (ours["kind"], ours["symbols"][1:])
+    if task["kind"] and differs:
+        raise UserError(f"{path} was trained on kind {task['kind']!r}, symbols {task['symbols']!r}, but "
+                        f"{train_set.path} has {ours['symbols']!r}, kind {ours['kind']!r}: leave out the "
+                        "config file, or give --data_path")
 
 
 def missing_forks(saved_forks, forks):

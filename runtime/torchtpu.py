@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import TORCHRUN, Device, loop_over_micro_batches
+from runtime.device import TORCHRUN, Device
 from runtime.errors import UserError
 from runtime.replay import Replayable, write_out_attention
 
@@ -75,8 +75,8 @@ class TPUDevice(Device):
         """Compiles fn and returns a function with its arguments and results, which runs the program."""
         from torch_tpu._internal.compile.compiler import StaticCompiler
         began = time.monotonic()
-        graph, tensors, structure = self.graph_of(fn, state, inputs, *static)
-        constants = tensors[len(tree_leaves((state, inputs))):]
+        graph, constants, structure = self.graph_of(fn, state, inputs, *static)
+        tensors = [*tree_leaves((state, inputs)), *constants]
         # the new state takes the memory of the old one
         donated = list(range(len(tree_leaves(state))))
         program = StaticCompiler()(graph, tensors, donated_inputs=donated, module_name="step")
@@ -92,26 +92,18 @@ class TPUDevice(Device):
         return replay
 
     def graph_of(self, fn, state, inputs, *static):
-        """Returns fn's graph, the tensors that it takes, and the structure of its results.
+        """Returns fn's graph, the tensors that fn reads besides, and the structure of the graph's results.
 
-        Its results are those of fn and the new state. The tensors are those of state and inputs, and then
+        Its results are the new state and those of fn. It takes the tensors of state and inputs, and then
         those that fn reads besides, such as the buffers of the model.
         """
-        tensors, arguments = tree_flatten((state, inputs))
-        structures = []
-
-        def step(*tensors):
-            # clones, since a tensor that fn changes in place would no longer stand for its input
-            state, inputs = tree_unflatten(list(map(torch.clone, tensors)), arguments)
+        def step(state, inputs):
             outputs = fn(state, inputs, *static)
-            results, structure = tree_flatten((state, outputs))
-            structures.append(structure)
-            return results
+            return state, outputs
 
         # the loop cannot copy the tensors of make_fx's own mode
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            graph, constants = trace(step, list(map(mode.from_tensor, tensors)))
-        return graph, [*tensors, *constants], structures[0]
+            return trace(step, tree_map(mode.from_tensor, (state, inputs)))
 
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body in a loop inside the program, whose memory does not grow with its length.
@@ -119,27 +111,22 @@ class TPUDevice(Device):
         With --compile=off it runs the operations of one micro-batch after the other.
         """
         if not self.compiles or size in (0, len(tree_leaves(batch)[0])):
-            return loop_over_micro_batches(body, sums, weights, batch, size)
+            return super().for_each_micro_batch(body, sums, weights, batch, size)
 
         # the loop takes flat lists of tensors, and the graph of its body
         micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
-        structures = []
 
-        def step(*tensors):
-            sums, micro_batch, weights = tree_unflatten(list(map(torch.clone, tensors)), arguments)
+        def step(sums, micro_batch, weights):
             addends, result = body(weights, micro_batch)
-            new_sums = tree_map(torch.add, sums, addends)
-            results, structure = tree_flatten((new_sums, tree_map(torch.clone, result)))
-            structures.append(structure)
-            return results
+            return tree_map(torch.add, sums, addends), tree_map(torch.clone, result)
 
         with disable_proxy_modes_tracing():
             first = tree_map(lambda t: t[0], micro_batches)
-            tensors, arguments = tree_flatten((sums, first, weights))
-            graph, constants = trace(step, list(map(torch.empty_like, tensors)))
+            examples = tree_map(torch.empty_like, (sums, first, weights))
+            graph, constants, structure = trace(step, examples)
         results = scan_op(
             graph, tree_leaves(sums), tree_leaves(micro_batches), [*tree_leaves(weights), *constants])
-        sums, results = tree_unflatten(list(results), structures[0])
+        sums, results = tree_unflatten(list(results), structure)
         return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
     def counts(self):
@@ -160,13 +147,23 @@ def silu_backward(grad, x):
 DECOMPOSITIONS = {torch.ops.aten.silu.default: silu, torch.ops.aten.silu_backward.default: silu_backward}
 
 
-def trace(fn, tensors):
-    """Returns the graph of fn(*tensors), and the other tensors that fn reads, which the graph takes too."""
-    def checked(*tensors):
-        with Replayable():
-            return fn(*tensors)
+def trace(fn, arguments):
+    """Returns the graph of fn(*arguments), the other tensors that fn reads, and the structure of its results.
 
-    graph = make_fx(checked, DECOMPOSITIONS)(*tensors)
+    arguments: trees of tensors. The graph takes their leaves, and then the others; its results are leaves.
+    """
+    tensors, structure = tree_flatten(arguments)
+    structures = []
+
+    def flat(*tensors):
+        # clones, since a tensor that fn changes in place would no longer stand for its input
+        arguments = tree_unflatten(list(map(torch.clone, tensors)), structure)
+        with Replayable():
+            results, structure_of_results = tree_flatten(fn(*arguments))
+        structures.append(structure_of_results)
+        return results
+
+    graph = make_fx(flat, DECOMPOSITIONS)(*tensors)
     # make_fx lets the graph hold them
     held = {}  # {name: the nodes that read it}
     for node in graph.graph.find_nodes(op="get_attr"):
@@ -182,7 +179,7 @@ def trace(fn, tensors):
             node.replace_all_uses_with(placeholder)
             graph.graph.erase_node(node)
     graph.recompile()
-    return graph, [getattr(graph, name) for name in held]
+    return graph, [getattr(graph, name) for name in held], structures[0]
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.device import Device, Place, loop_over_micro_batches
+from runtime.device import Device, Place
 from runtime.replay import Replayable, write_out_attention
 
 XLAC = torch_xla._XLAC
@@ -142,7 +142,7 @@ class XLADevice(Device):
         from torch_xla.experimental.scan import _scan_impl_pytree
 
         if self.is_lazy or size in (0, len(tree_leaves(batch)[0])):
-            return loop_over_micro_batches(body, sums, weights, batch, size)
+            return super().for_each_micro_batch(body, sums, weights, batch, size)
 
         def scan_body(carry, micro_batch):
             sums, weights = carry
@@ -166,15 +166,11 @@ class XLADevice(Device):
     def counts(self):
         """Returns how many programs were compiled, the seconds this took, and operations on the host."""
         compile_data = met.metric_data("CompileTime") or (0, 0)  # their number, nanoseconds, samples
-        fallbacks = [
-            met.counter_value(name)
-            for name in met.counter_names()
-            if name.startswith("aten::")
-        ]
+        fallbacks = [name for name in met.counter_names() if name.startswith("aten::")]
         return {
             "xla/compiles": compile_data[0],
             "xla/compile_time": compile_data[1] / 1e9,
-            "xla/fallbacks": sum(fallbacks),
+            "xla/fallbacks": sum(map(met.counter_value, fallbacks)),
         }
 
 

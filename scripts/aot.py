@@ -36,7 +36,7 @@ import bench
 import configurator
 import train
 from runtime import process
-from runtime.errors import UserError, check_choices
+from runtime.errors import UserError
 from runtime.replay import Replayable
 
 
@@ -64,7 +64,8 @@ def main(argv):
     aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + flags)
     train.check_settings(settings)
-    check_choices(aot_settings, dict(tpu=TOPOLOGIES))
+    if aot_settings.tpu not in TOPOLOGIES:
+        raise UserError(f"tpu must be one of {', '.join(TOPOLOGIES)}, not {aot_settings.tpu!r}")
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
 
@@ -122,7 +123,8 @@ def lower_torchtpu(replica, step, state, inputs):
     """Returns the same as lower_xla; this program is StableHLO."""
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.execution_mode import EagerMode, set_eager_mode
-    graph, tensors, _ = replica.graph_of(step, state, inputs)
+    graph, constants, _ = replica.graph_of(step, state, inputs)
+    tensors = [*tree_leaves((state, inputs)), *constants]
     # TorchTPU only writes an all-reduce for the chips that it has; until then another operation that no
     # model has stands for it
     for node in graph.graph.find_nodes(op="call_function", target=ALL_REDUCE.all_reduce.default):

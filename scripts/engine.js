@@ -1,6 +1,7 @@
 "use strict";
 // The Tiny Recursive Model in plain JavaScript: the forward pass of model.py on one question, with its names
-// in its order. scripts/export.py puts this file into a page, where it runs in a worker.
+// in its order, and the network of examples/houses.py. scripts/export.py puts this file into a page, where it
+// runs in a worker.
 //
 // A matrix is {rows, columns, data}: data is a Float32Array, row after row. No function changes an argument.
 // The letters in shapes are those of model.py; M and N are any numbers of rows.
@@ -83,6 +84,36 @@ class TRM {
   }
 }
 
+// The network of examples/houses.py: a row of x, z_L and z_H belongs to a digit of a cell, [S * K, D].
+// settings: with the seq_len and the vocab_size of the question. units: see UnitBlock.
+class HouseTRM extends TRM {
+  constructor(settings, weights, units) {
+    super({...settings, units, num_digits: settings.vocab_size - 2}, weights);
+    this.length = settings.seq_len * this.settings.num_digits;
+  }
+
+  embed(inputs) {
+    // a digit is impossible, possible or given in a cell
+    const digits = Array.from({length: this.settings.num_digits}, (_, i) => 2 + i);
+    const state = (token, digit) => token === digit ? 2 : token === 1 ? 1 : 0;
+    return super.embed(inputs.flatMap(token => digits.map(digit => state(token, digit))));
+  }
+
+  answer({z_H}) {
+    const {seq_len, num_digits} = this.settings;
+    const scores = rows(matrix(seq_len, num_digits, product(z_H, this.weights["lm_head.weight"]).data));
+    // the halting head sees the mean of all, and by how much the least certain cell prefers its digit
+    const margins = scores.map(row => [...row].sort((a, b) => b - a)).map(([first, second]) => first - second);
+    const [mean] = rows(means(z_H, [[...rows(z_H).keys()]]));
+    const seen = matrix(1, mean.length + 1, Float32Array.of(...mean, Math.min(...margins)));
+    const q_halt = product(seen, this.weights["q_head.weight"]).data[0] + this.weights["q_head.bias"].data[0];
+    // no cell of an answer is padding or empty
+    const logits = matrix(seq_len, 2 + num_digits).data.fill(-1e4);
+    scores.forEach((row, i) => logits.set(row, i * (2 + num_digits) + 2));
+    return {logits: matrix(seq_len, 2 + num_digits, logits), q_halt};
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // The network
 
@@ -94,6 +125,20 @@ function rms_norm(x) {
     const scale = 1 / Math.sqrt(sum / row.length + 1e-5);
     return row.map(value => value * scale);
   });
+}
+
+// Layer norm of each row, without weights.
+function layer_norm(x) {
+  const y = matrix(x.rows, x.columns);
+  for (let first = 0; first < x.data.length; first += x.columns) {
+    let sum = 0, squares = 0;
+    for (let i = first; i < first + x.columns; i++) sum += x.data[i];
+    const mean = sum / x.columns;
+    for (let i = first; i < first + x.columns; i++) squares += (x.data[i] - mean) ** 2;
+    const scale = 1 / Math.sqrt(squares / x.columns + 1e-5);
+    for (let i = first; i < first + x.columns; i++) y.data[i] = (x.data[i] - mean) * scale;
+  }
+  return y;
 }
 
 // Gated MLP (arXiv 2002.05202) of each row.
@@ -144,6 +189,7 @@ function Attention(num_heads, qkv_proj, o_proj) {
 function Block(settings, weights, name) {
   const proj = path => weights[`${name}.${path}.weight`];
   const mlp = SwiGLU(proj("mlp.gate_up_proj"), proj("mlp.down_proj"));
+  if (settings.units) return UnitBlock(settings, proj, mlp);
   if (settings.mlp_t) {
     const mlp_t = SwiGLU(proj("mlp_t.gate_up_proj"), proj("mlp_t.down_proj"));
     return x => {
@@ -157,6 +203,26 @@ function Block(settings, weights, name) {
   return (x, rope) => {
     x = rms_norm(add(x, self_attn(x, rope)));
     return rms_norm(add(x, mlp(x)));
+  };
+}
+
+// The block of examples/houses.py. settings.units: {lines, boxes}, lists of units, which are lists of cells;
+// proj: a function of a matrix's name.
+function UnitBlock({units: {lines, boxes}, seq_len, num_digits}, proj, mlp) {
+  // the groups of rows that are a digit's in the cells of a unit, or a cell's
+  const digits = Array.from({length: num_digits}, (_, digit) => digit);
+  const of_units = units => units.flatMap(cells => digits.map(digit => cells.map(i => i * num_digits + digit)));
+  const cells = Array.from({length: seq_len}, (_, i) => digits.map(digit => i * num_digits + digit));
+  const messages = [
+    [of_units(lines), proj("across_lines")], [of_units(boxes), proj("across_boxes")],
+    [cells, proj("across_digits")]];
+  return x => {
+    // the means of units and of digits, each through its matrix, back to the cells
+    let y = x;
+    for (const [groups, across] of messages) y = add_to_groups(y, groups, product(means(x, groups), across));
+    y = layer_norm(y);
+    // across channels
+    return layer_norm(add(y, mlp(y)));
   };
 }
 
@@ -194,6 +260,28 @@ function map_rows(x, f) {
 function add(x, y) {
   const sum = matrix(x.rows, x.columns);
   for (let i = 0; i < sum.data.length; i++) sum.data[i] = x.data[i] + y.data[i];
+  return sum;
+}
+
+// Returns the mean of each group of rows, [groups, columns]; groups: lists of the numbers of rows.
+function means(x, groups) {
+  const y = matrix(groups.length, x.columns);
+  rows(y).forEach((mean, group) => {
+    for (const row of groups[group]) {
+      for (let i = 0; i < x.columns; i++) mean[i] += x.data[row * x.columns + i] / groups[group].length;
+    }
+  });
+  return y;
+}
+
+// Returns x with a row of y [groups, columns] added to all rows of its group.
+function add_to_groups(x, groups, y) {
+  const sum = matrix(x.rows, x.columns, x.data.slice());
+  groups.forEach((group, first) => {
+    for (const row of group) {
+      for (let i = 0; i < x.columns; i++) sum.data[row * x.columns + i] += y.data[first * x.columns + i];
+    }
+  });
   return sum;
 }
 

@@ -14,8 +14,8 @@ files, flags and the dataset.
 A .html file solves puzzles in any browser, without a server and offline; play.py opens one. In it, engine.js
 takes the place of model.py, and game.js of puzzles/. It has the rules of Sudokus and mazes; answers to other
 puzzles are compared with the known answer, if there is one. The file cannot have models for ARC, models with
-several puzzle identifiers, or models whose network a fork changes. The weights are stored in bfloat16 if this
-changes none of them, else in float32.
+several puzzle identifiers, or models whose network a fork changes, but for examples/houses.py. The weights
+are stored in bfloat16 if this changes none of them, else in float32.
 """
 import base64
 import json
@@ -37,13 +37,14 @@ from runtime.checkpoint import some_puzzles
 from runtime.errors import UserError, writing
 from runtime.files import replacing
 from runtime.process import command
-from runtime.saved import load_saved_weights, missing_forks, read_checkpoint
+from runtime.saved import load_weights, missing_forks, read_checkpoint
 
 
 class Settings:
     """All settings are train.py's."""
 
 
+HOUSES = f"{weights.EXAMPLES}/houses.py"
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
@@ -114,7 +115,11 @@ def add_dataset(saved, settings, path):
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     train_set, test_set = load(local_dataset(settings.data_path))
     trm = train.new_model(settings, train_set)
-    if load_saved_weights(trm, saved["weights"], path):
+    try:
+        is_averaged = load_weights(trm, saved["weights"])
+    except ValueError as e:
+        raise UserError(f"{path}: {e}") from None
+    if is_averaged:
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}")
     added = dict(
         sizes=trm.sizes,
@@ -133,10 +138,11 @@ def add_dataset(saved, settings, path):
 
 def write_page(paths, target, train_arguments):
     """Writes play.html with the models at these paths, engine.js and game.js. Raises UserError."""
-    # the models, then the programs of the worker
-    contents = [page_content(path, train_arguments) for path in paths]
-    # "<" could end the element in which the page finds the program of the worker
-    data = json.dumps(contents).replace("<", "\\u003c")
+    # the models, first those without a fork: one that has run cannot be undone
+    in_order = sorted(paths, key=lambda path: len(weights.own_forks(solve.file_of(path))))
+    contents = {path: page_content(path, train_arguments) for path in in_order}
+    # then the programs of the worker; "<" could end the element in which the page finds them
+    data = json.dumps([contents[path] for path in paths]).replace("<", "\\u003c")
     page, engine, game = (
         Path(__file__).with_name(name).read_text("utf-8")
         for name in ("play.html", "engine.js", "game.js"))
@@ -186,7 +192,7 @@ def page_content(path, train_arguments):
     }
     return dict(
         run=run,
-        task=kind.task,
+        tasks=[kind.task for kind in weights.fitting_kinds(trm)],
         puzzles=puzzles,
         settings=network | trm.sizes | {"prefix": trm.prefix},
         weights=matrices,
@@ -203,16 +209,19 @@ def base64_of(t):
 
 def problems_of(trm, settings):
     """Yields why engine.js cannot run a model, in words. trm, settings: the results of solve.load."""
-    # model.py may have been edited
-    for name in trm.state_dict():
-        if not WEIGHTS.fullmatch(name):
-            yield f"engine.js does not know the weights {name}"
     # a fork that is not among the arguments may have replaced anything
     yield from missing_forks(trm.forks, settings.forks)
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if num_identifiers > 1:
         yield f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
+    # engine.js knows the network of one fork, which has run by itself, alone or with an optimizer
+    if HOUSES in settings.argv and settings.forks.keys() <= {"houses.py", "soap.py"}:
+        return
 
+    # model.py may have been edited
+    for name in trm.state_dict():
+        if not WEIGHTS.fullmatch(name):
+            yield f"engine.js does not know the weights {name}"
     # a fork that has run may change the loss, but no answers: those of model.py, which runs once more, count
     original = runpy.run_path(model.__file__)["TRM"](trm.settings, **trm.sizes, task=trm.task)
     original.load_state_dict(trm.state_dict(), strict=False)  # without a weight it answers otherwise

@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import configurator
-from runtime.errors import check_choices, writing
+from runtime.errors import writing
 
 
 class Settings:
-    device = ""  # cuda, xla, tpu or cpu
+    device: configurator.one_of(["cuda", "xla", "tpu", "cpu"]) = ""
     minutes = 15.0  # in all
     out_dir = "out/first_chip"  # a new folder
 
@@ -61,7 +61,6 @@ PARTS = {
 
 def main(settings):
     """Runs the parts for which there is time. Exits with 1 if one has failed."""
-    check_choices(settings, dict(device=("cuda", "xla", "tpu", "cpu")))
     out = Path(settings.out_dir)
     with writing(out):
         out.mkdir(parents=True)

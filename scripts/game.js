@@ -1,17 +1,22 @@
 "use strict";
 // What a page needs besides engine.js: the attempts at a question, and of puzzles/ the rules and the
 // symmetries, with the names that they have there. It runs in a worker, after engine.js and after MODELS,
-// which export.py writes: [{run, task, puzzles, settings, weights}].
+// which export.py writes: [{run, tasks, puzzles, settings, weights}].
 
 const EMPTY = 1, WALL = 1, OPEN = 2, START = 3, GOAL = 4, PATH = 5;  // tokens
-const BOXES = {4: [2, 2], 6: [2, 3], 9: [3, 3]};  // {rows of a Sudoku: rows and columns of a box}
+// {rows of a Sudoku: rows and columns of a box}
+const BOXES = {4: [2, 2], 6: [2, 3], 9: [3, 3], 12: [3, 4], 16: [4, 4]};
 
 // ---------------------------------------------------------------------------------------------------------
 // The requests
 
 const model = MODELS[Number(self.name)] ?? MODELS[0];  // the page names the worker by the model's number
-model.task.symbols = [...model.task.symbols];  // whole characters, some of which have two units of UTF-16
-const trm = new TRM(model.settings, weights_of(model));
+const weights = weights_of(model);
+// {task, trm} of each size that the weights fit
+const sizes = model.tasks.map(task => {
+  task.symbols = [...task.symbols];  // whole characters, some of which have two units of UTF-16
+  return {task, trm: network_of(task)};
+});
 
 // A request comes with a port. Each message through the port asks for the next line of the answer, so that
 // it ends where the page no longer asks.
@@ -30,7 +35,8 @@ self.onmessage = ({data: request, ports: [port]}) => {
 // warning; then after each step of each attempt {attempt, answer, sure}, and {broken, solved} if a judge
 // knows the rules.
 function* solve(request) {
-  const {task, run} = model;
+  const {run} = model;
+  const {task, trm} = sizes.find(({task}) => cells_of(task) === [...request.question].length);
   const question = [...request.question].map(symbol => task.symbols.indexOf(symbol, 1));
   const known = model.puzzles.find(puzzle => puzzle.question === request.question);
   yield {...request, answer: known?.answer ?? null, warning: check_question(task, question)};
@@ -50,6 +56,24 @@ function* solve(request) {
     }
     if (surest >= run.sure || attempt >= request.attempts) break;
   }
+}
+
+// Returns the network for the questions of a task.
+function network_of(task) {
+  const settings = {...model.settings, seq_len: cells_of(task), vocab_size: task.symbols.length};
+  if (!("L_level.layers.0.across_lines.weight" in weights)) return new TRM(settings, weights);
+  const units = units_of(task), num_lines = task.grid[0] + task.grid[1];
+  return new HouseTRM(settings, weights, {lines: units.slice(0, num_lines), boxes: units.slice(num_lines)});
+}
+
+// Returns the sizes of a model's puzzles, {grid, symbols}; tasks may be there several times.
+function sizes_of({tasks}) {
+  const size_of = ({grid, symbols}) => ({grid, symbols: [...symbols].slice(1).join("")});
+  return [...new Map(tasks.map(task => [cells_of(task), size_of(task)])).values()];
+}
+
+function cells_of({grid: [rows, columns]}) {
+  return rows * columns;
 }
 
 // Returns {name: matrix} of the weights, each [rows, columns, base64 of bfloat16 or of float32].
@@ -88,16 +112,21 @@ function check_question(task, question) {
   throw new Error("the puzzle has no solution" + where);
 }
 
+// Returns the units of a puzzle, each a list of its cells: rows, columns, and a Sudoku's boxes.
+function units_of({grid: [rows, columns], units = [[1, columns], [rows, 1], BOXES[rows]]}) {
+  const cells = range(rows * columns);
+  return units.flatMap(([height, width]) => {
+    const unit_of = cell => Math.floor(cell / columns / height) * (columns / width)
+      + Math.floor(cell % columns / width);
+    return range(cells.length / (height * width)).map(unit => cells.filter(cell => unit_of(cell) === unit));
+  });
+}
+
 // Returns for each cell of a Sudoku the other cells of its row, column and box.
-function peers_of({grid: [size]}) {
-  const [rows, columns] = BOXES[size];
-  const units_of = i => {
-    const row = Math.floor(i / size), column = i % size;
-    const box = [Math.floor(row / rows), Math.floor(column / columns)];
-    return [`row ${row}`, `column ${column}`, `box ${box}`];
-  };
-  const cells = range(size * size), units = cells.map(units_of);
-  return cells.map(i => cells.filter(j => j !== i && units[i].some(unit => units[j].includes(unit))));
+function peers_of(task) {
+  const units = units_of(task);
+  return range(cells_of(task)).map(i =>
+    [...new Set(units.filter(unit => unit.includes(i)).flat())].filter(j => j !== i));
 }
 
 // Cells are broken that are empty, differ from a given, or share a unit with an equal digit.
@@ -109,11 +138,12 @@ function judge_sudoku(task, question, answer) {
 }
 
 // Returns the number of solutions of a Sudoku, counted up to 2: it tries the digits of the cell that has the
-// fewest, depth first. After 100,000 cells, about two seconds, it gives up and says -1.
+// fewest, depth first. After 100,000 cells, fewer on boards above 9x9, about two seconds, it gives up and says
+// -1.
 function num_solutions(task, question) {
   const peers = peers_of(task), board = [...question], digits = range(task.grid[0]).map(i => i + 2);
   if (question.some((token, i) => token > EMPTY && peers[i].some(j => question[j] === token))) return 0;
-  let cells_left = 100_000;
+  let cells_left = 100_000 * Math.min(1, 81 / board.length) ** 2;
   const count = () => {
     cells_left -= 1;
     let cell = -1, candidates = digits;
@@ -253,8 +283,9 @@ function generator(seed) {
 
 self.postMessage({
   ...model.run,
-  attempts: drawing_of(model.task) ? model.run.attempts : 1,
+  attempts: drawing_of(model.tasks[0]) ? model.run.attempts : 1,
   puzzles: model.puzzles,
+  sizes: sizes_of(model),
   model: MODELS.indexOf(model),
-  models: MODELS.map(({run}) => run),
+  models: MODELS.map(model => ({...model.run, sizes: sizes_of(model)})),
 });

@@ -26,14 +26,14 @@ ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
 import configurator
 import train
+from configurator import one_of
 from model import TRM
 from runtime.engines import choose_device
-from runtime.errors import check_choices
 from runtime.saved import load_weights
 
 
 class Settings:
-    device = "auto"  # auto, xla, tpu, cuda or cpu
+    device: one_of(["auto", "xla", "tpu", "cuda", "cpu"]) = "auto"
 
 
 FILES = sorted(Path(ROOT, "records/golden").glob("*_steps.npz"))
@@ -164,7 +164,6 @@ class Replay:
 
 def main(settings):
     """Replays all files on one chip."""
-    check_choices(settings, {"device": train.CHOICES["device"]})
     device_type, _ = choose_device(settings.device)
     if device_type == "xla":
         import torch_xla.distributed.xla_multiprocessing as xmp

@@ -1,6 +1,6 @@
 """Opens a web page where a trained model solves puzzles, step by step.
 
-    python scripts/play.py                              models/sudoku-9x9.pt
+    python scripts/play.py                              models/sudoku.pt
     python scripts/play.py out/demo                     a run's
     python scripts/play.py out/fork fork.py             a model that fork.py trained
     python scripts/play.py out/demo models/sudoku-6x6.pt --output=page.html    two models, in a file to keep
@@ -29,7 +29,7 @@ class Settings:
 def main(argv):
     """Writes the page, prints where it is, and opens it."""
     settings, operands, train_arguments = split_arguments(Settings, argv)
-    paths = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku-9x9.pt")]
+    paths = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku.pt")]
     target = settings.output or f"{tempfile.mkdtemp()}/play.html"
     solve.check_new_file(target)
     export.write_page(paths, target, train_arguments)

@@ -18,6 +18,8 @@ eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As l
 tries copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model
 is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
 train.py's config files and flags change how it is evaluated, but neither its depth nor its network.
+Forks of examples/ that trained a model run by themselves, unless config files are given. The model of
+examples/houses.py takes Sudokus of every size, in one attempt of all steps: copies would change nothing.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
 """
@@ -45,7 +47,7 @@ from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import Progress, read_torch_file, replacing, to_stderr
+from runtime.files import read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -58,7 +60,6 @@ class Settings:
     output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
     # puzzles
     cells: From0 = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
-    ignored = ""  # characters of known answers for cells that do not count, as of prepare_csv.py
 
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
@@ -82,9 +83,10 @@ def main(argv):
     place, text, known_answers = read_source(source)
     [path] = models_given or [choose_model(text)]
     trm, settings = load(path, train_arguments, output_settings.cells)
-    kind = kind_of(trm.task)
+    # the weights may fit puzzles of another size
+    kind = taking(weights.fitting_kinds(trm), text) or kind_of(trm.task)
     if trm.sizes["seq_len"] != kind.cells:
-        raise UserError(f"--cells={output_settings.cells}: {path} takes no puzzles of this size")
+        trm, settings = load(path, train_arguments, kind.cells)
     try:
         questions = parse(kind.task, text)
     except UserError as e:
@@ -95,12 +97,12 @@ def main(argv):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # solve
-    batch = evaluate.unlabeled_batch(np.stack([*questions.values()]))
+    known_answers = [known_answers.get(line, "") for line in questions]
+    questions = np.stack([*questions.values()])
     if is_file:
-        known_answers = [known_answers.get(line, "") for line in questions]
-        solve_file(settings, trm, kind, batch, known_answers, output_settings)
+        solve_file(settings, trm, kind, questions, known_answers, output_settings)
     else:
-        solve_one(settings, trm, kind, batch, output_settings, path)
+        solve_one(settings, trm, kind, questions[0], output_settings, path)
 
 
 def check_new_file(path):
@@ -148,17 +150,16 @@ def check_questions(kind, questions, known_answers, place):
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
-def solve_one(settings, trm, kind, batch, output_settings, path):
+def solve_one(settings, trm, kind, question, output_settings, path):
     """Prints a question, the most confident answer and whether it is a solution; draws them if asked to.
 
     Args:
         settings, output_settings: train.py's settings, and this script's.
         trm: a TRM, from `path`.
         kind: the Kind of the question.
-        batch: of the one question.
+        question: tokens [cells].
     """
-    [question] = batch["inputs"]
-    steps = [*weights.watch(settings, trm, kind, question)]
+    steps = [*weights.watch(settings, trm, question)]
     # as in evaluate.Queue, of equally confident answers the last one of the first attempt counts
     best = max(steps, key=lambda step: (step.confidence, -step.attempt, step.number))
 
@@ -243,27 +244,26 @@ def draw(path, kind, question, grids):
         frames[0].save(f, path[-3:], save_all=True, append_images=frames[1:], duration=500, loop=0)
 
 
-def solve_file(settings, trm, kind, batch, known_answers, output_settings):
+def solve_file(settings, trm, kind, questions, known_answers, output_settings):
     """Solves puzzles, prints how many are right, and writes a row for each to a new file.
 
     Args:
         settings: train.py's settings.
         trm: a TRM.
         kind: the Kind of the puzzles.
-        batch: of the puzzles.
+        questions: tokens [n, cells].
         known_answers: a text for each; "": it is not known.
         output_settings: this script's settings.
     """
     # all attempts at all puzzles
-    progress = Progress("solving", len(batch["inputs"]))
-    results = weights.answers_to(settings, trm, kind.task, batch, progress.add)
+    results = weights.answers_to(settings, trm, questions)
     answers, logits, steps = (results[name] for name in evaluate.SUREST)
 
     # a line for each puzzle
     lines = []
     figures = zip(sigmoid(logits).round(4), results["attempts"], steps.astype(int))
-    for question, answer, known_answer, numbers in zip(batch["inputs"], answers, known_answers, figures):
-        result = result_of(kind, question, answer, known_answer, output_settings.ignored)
+    for question, answer, known_answer, numbers in zip(questions, answers, known_answers, figures):
+        result = result_of(kind, question, answer, known_answer)
         lines.append([kind.text(question), kind.text(answer), *numbers, result])
 
     # a summary, and the file
@@ -277,7 +277,7 @@ def solve_file(settings, trm, kind, batch, known_answers, output_settings):
             writer.writerows(lines)
 
 
-def result_of(kind, question, answer, known_answer, ignored):
+def result_of(kind, question, answer, known_answer):
     """Returns whether an answer is right: "right", "wrong" or "not judged".
 
     The rules decide, or else the known answer.
@@ -286,7 +286,6 @@ def result_of(kind, question, answer, known_answer, ignored):
         kind: the Kind of the puzzle.
         question, answer: tokens [cells].
         known_answer: a text; "": it is not known.
-        ignored: its characters for cells that do not count.
     """
     judgement = kind.judge(question[None], answer[None])
     if judgement:
@@ -294,12 +293,9 @@ def result_of(kind, question, answer, known_answer, ignored):
     # a known answer may be missing, cut off, or in another notation
     symbols = kind.symbols[1:]
     known_answer = squeezed(known_answer, symbols)
-    fits = len(known_answer) == len(answer) and {*known_answer} <= {*symbols, *ignored}
-    if not fits or {*known_answer} <= {*ignored}:
+    if len(known_answer) != kind.cells or not {*known_answer} <= {*symbols}:
         return "not judged"
-    pairs = zip(kind.text(answer), known_answer)
-    is_right = all(ours == known or known in ignored for ours, known in pairs)
-    return "right" if is_right else "wrong"
+    return "right" if known_answer == kind.text(answer) else "wrong"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -311,26 +307,29 @@ def load(path, train_arguments, cells=0):
     Args:
         path: a model file, a checkpoint, or a run's folder, for its newest checkpoint.
         train_arguments: config files of train.py, among them forks, and flags; they change how it is
-            evaluated.
+            evaluated. Without config files, the forks of examples/ that trained it run.
         cells: see weights.load_model.
     """
     for argument in train_arguments:
         if argument.startswith("--forward_dtype="):
             raise UserError(f"{argument}: puzzles are solved in float32")
-    # the forks come first: the model is made of their classes
-    settings = copy.copy(configured(*train_arguments))
+    file = file_of(path)
     try:
-        trm = load_model(file_of(path), cells, vars(settings))
+        # the forks come first: the model is made of their classes
+        if not any(argument.endswith(".py") for argument in train_arguments):
+            train_arguments = [*weights.own_forks(file), *train_arguments]
+        settings = copy.copy(configured(*train_arguments))
+        trm = load_model(file, cells, vars(settings))
     except (OSError, ValueError) as e:
         raise UserError(e) from None
     for line in missing_forks(trm.forks, settings.forks):
         to_stderr(f"warning: {line}")
 
     kind = kind_of(trm.task)
-    settings.fill(train.recipe(vars(trm.settings)) | dict(
-        eval_attempts=ATTEMPTS if kind.has_symmetries else 1,
-        eval_patience=1,
-    ))
+    settings.fill(train.recipe(vars(trm.settings)))
+    # where the weights fit every size, copies by symmetry change nothing, and the file says how deep to go
+    if len(weights.fitting_kinds(trm)) == 1:
+        settings.fill(dict(eval_attempts=ATTEMPTS if kind.has_symmetries else 1, eval_patience=1))
     settings.forward_dtype = "float32"  # the arithmetic is the same for every model and machine
     kind.check_attempts(settings.eval_attempts)
     return trm, settings
@@ -351,14 +350,26 @@ def file_of(path):
 
 
 def choose_model(text):
-    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError."""
+    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError.
+
+    Models of a fork, which may take every size, come last.
+    """
     paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
-    for path in sorted(paths, key=os.path.getsize):
-        with suppress(UserError):
-            parse(read_torch_file(path)["task"], text)
+    for path in sorted(paths, key=lambda path: (len(weights.own_forks(path)), os.path.getsize(path))):
+        kind = kind_of(read_torch_file(path)["task"])
+        kinds = weights.sizes_of(kind) if weights.own_forks(path) else [kind]
+        if taking(kinds, text):
             print(f"by {path}", flush=True)
             return path
     raise UserError(f"{text[:20]!r} is no file and no puzzle for a model of models/: see --help")
+
+
+def taking(kinds, text):
+    """Returns the first of the Kinds whose puzzles a text has; None if there is none."""
+    for kind in kinds:
+        with suppress(UserError):
+            parse(kind.task, text)
+            return kind
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+gc.disable()  # a collection while torch is imported visits a million objects; see pytest_collection_finish
 # Three test files run at a time (pyproject.toml): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimizing them does not pay.
@@ -31,7 +32,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # a collection would visit a million objects of torch
+    gc.freeze()  # no collection visits what torch has made until here
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

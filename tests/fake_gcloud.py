@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = dict(NAME="slice", ZONE="us-central2-b", TYPE="v4-32", PROJECT="mine", POLL="0.05", STOP_WAIT="10")
 FOLDERS = """
 mkdir -p project/scripts cloud/{bin,host_bin,environments}
+touch cloud/calls
 git init -q project
 cp "$0/scripts/tpu.sh" project/scripts
 ln -s "$0/tests/fake_gcloud.sh" cloud/bin/gcloud

@@ -1,7 +1,6 @@
 """What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones."""
 import atexit
 import contextlib
-import functools
 import gc
 import http.server
 import importlib.util
@@ -103,24 +102,19 @@ def small_dataset(path):
 
 # New processes are forked from a server that has imported this file, since to import torch takes seconds.
 
+gc.disable()  # a collection would visit a million objects of torch; new processes and pytest enable it
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["helpers", "torch._dynamo", "torch_xla"])  # if it is installed
 
 
 class NewProcess(CONTEXT.Process):
-    """Calls target(*args) in another process; a daemon ends with this one.
+    """Calls target(*args) in another process, which prints where this one does."""
 
-    Args:
-        cwd: the process's folder.
-        environment: variables besides those of this process.
-        writer: the end of a pipe for stdout and stderr; they join this process's stdout without one.
-    """
-
-    def __init__(self, target, args=(), cwd=".", environment=(), writer=None, **options):
+    def __init__(self, target, args=(), **options):
         super().__init__(target=target, args=args, **options)
-        self.cwd = os.path.abspath(cwd)
-        self.environment = os.environ | dict(environment)
-        self.writer = writer or Connection(os.dup(1), readable=False)
+        self.folder = os.getcwd()
+        self.environment = dict(os.environ)
+        self.writer = Connection(os.dup(1), readable=False)
 
     def start(self):
         # the first process starts the server, which finds this file there
@@ -130,11 +124,12 @@ class NewProcess(CONTEXT.Process):
             super().start()
 
     def run(self):
-        gc.freeze()  # a collection would visit, and so copy, a million objects of the server
+        gc.freeze()  # a collection would copy the objects of the server, too
+        gc.enable()
         # what this one starts comes from the same server, which is the parent of all
         multiprocessing.forkserver._forkserver.ensure_running = lambda: None
         multiprocessing.process._parent_process = None
-        os.chdir(self.cwd)
+        os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
         for descriptor, stream in (1, "stdout"), (2, "stderr"):
@@ -149,25 +144,22 @@ class NewProcess(CONTEXT.Process):
 CONTEXT.Process = NewProcess
 
 
-def in_new_process(function, *args):
-    """Calls function(*args) in another process, where it may run forks."""
-    process = NewProcess(function, args)
-    process.start()
-    process.join()
-    assert process.exitcode == 0, "see its output"
+class PipedProcess(NewProcess):
+    """Starts a process whose output and errors come in one pipe, as subprocess.Popen does.
 
-
-class TrainProcess(NewProcess):
-    """Runs `python train.py ...`, as subprocess.Popen does with one pipe for output and errors.
-
-    script: or another one, see run_script.
+    Args:
+        target, args: it calls target(*args).
+        cwd: its folder.
+        environment: its variables besides those of this process.
     """
 
-    def __init__(self, argv, cwd=".", script="train", **environment):
-        reader, writer = CONTEXT.Pipe(duplex=False)
-        super().__init__(run_script, (script, argv), cwd, environment, writer)
+    def __init__(self, target, args, cwd=".", **environment):
+        super().__init__(target, args)
+        self.folder = os.path.abspath(cwd)
+        self.environment |= environment
+        reader, self.writer = CONTEXT.Pipe(duplex=False)
         self.start()
-        writer.close()
+        self.writer.close()
         self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
 
     def wait(self, timeout=None):
@@ -183,6 +175,16 @@ class TrainProcess(NewProcess):
         killer.cancel()
         assert self.exitcode == code, text
         return text
+
+
+def in_new_process(function, *args):
+    """Calls function(*args) in another process, where it may run forks."""
+    PipedProcess(function, args).output()
+
+
+def TrainProcess(argv, cwd=".", script="train", **environment):
+    """Starts `python train.py ...`, or another script: see run_script."""
+    return PipedProcess(run_script, (script, argv), cwd, **environment)
 
 
 def run_script(name, argv):
@@ -305,62 +307,32 @@ def code_cells(name):
     return [re.sub("^( *)!(.*)", r"\1shell(f'''\2''')", cell, flags=re.M) for cell in cells]
 
 
-# Replicas of torch_xla on the CPU: threads of one process that stays.
+# Replicas of torch_xla on the CPU: threads of one process.
 
 def xla_environment(world):
     """Returns the environment variables of a process with so many replicas."""
     return dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(world))
 
 
-def work(world, connection):
-    """Receives (folder, function, arguments), which all replicas call there, and sends what they print."""
-    os.environ |= xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
+def on_replicas(world, function, *args):
+    """Lets each of so many replicas call function(rank, *args), and returns what they print."""
+    environment = xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
+    return PipedProcess(run_replicas, (function, args), **environment).output()
+
+
+def run_replicas(function, args):
     logging.disable(logging.WARNING)  # that replicas set the precision of products several times
-    import torch_xla.debug.metrics
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
-    barrier = threading.Barrier(world)
-    job = []
 
     def replica():
         try:
-            while True:
-                if xr.global_ordinal() == 0:
-                    folder, *job[:] = connection.recv()
-                    os.chdir(folder)
-                    torch_xla.debug.metrics.clear_all()
-                barrier.wait()
-                function, args = job
-                function(xr.global_ordinal(), *args)
-                barrier.wait()
-                if xr.global_ordinal() == 0:
-                    connection.send(printed.getvalue())
-                    printed.seek(0)
-                    printed.truncate()
-        except EOFError:  # the test has ended
-            os._exit(0)
+            function(xr.global_ordinal(), *args)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
+            os._exit(1)  # the others would wait for it
 
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
-
-
-@functools.cache
-def start_replicas(world):
-    """Returns the connection to a process with so many replicas."""
-    ours, theirs = CONTEXT.Pipe()
-    NewProcess(work, (world, theirs), daemon=True).start()
-    theirs.close()
-    return ours
-
-
-def on_replicas(world, function, *args, start=start_replicas):
-    """Lets each of so many replicas call function(rank, *args), and returns what they print."""
-    connection = start(world)
-    connection.send((os.getcwd(), function, args))
-    return connection.recv()  # EOFError: the replicas have ended, see stderr
+    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
 
 
 # Servers.

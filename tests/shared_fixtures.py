@@ -38,7 +38,7 @@ def nothing_stays():
 @pytest.fixture
 def at_once(monkeypatch):
     """No waits between attempts at a request, in this process."""
-    monkeypatch.setattr("runtime.bucket.backoff", lambda attempt: 0)
+    monkeypatch.setattr("runtime.retry.WAITS", [0] * 9)
 
 
 # Datasets and runs, which no test changes. A test that does takes a copy.
@@ -96,6 +96,7 @@ def models_folder(once):
     """NAME-data/ and NAME/ of three models; model.pt and official.pt, the first of them in files.
 
     One solves most 4x4 Sudokus; one 6x6 mazes, badly; one exchanges the cells 0 and 1 of a grid of 2x3.
+    houses/ is a run of examples/houses.py on the first one's data.
     """
     return once("solve", train_models)
 
@@ -118,6 +119,8 @@ def train_models(path):
     torch.save(torch.load(path / "model.pt")["weights"], path / "official.pt")
     train("maze", "--mlp_t=False", "--pos_encodings=rope", "--max_steps=4", "--eval_final_max_puzzles=8")
     train("exchange", "--max_steps=30")
+    helpers.run(path / "sudoku-data", path / "houses", *SOLVE_MODEL, f"{helpers.ROOT}/examples/houses.py",
+                "--max_steps=40")
 
 
 @pytest.fixture(scope="session")

@@ -128,16 +128,11 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
         assert words in output.err
 
 
-@pytest.mark.parametrize("name, content, changes", [
-    # beside a folder of extra tasks
-    ("extra", TASK, dict(subsets="training,evaluation,extra", extra={"another": OTHER})),
-    # 1D-ARC has wide grids
-    ("training", WIDE, dict(max_side=31)),
-])
-def test_a_task_of_any_subset_and_size_is_trained_on(name, content, changes, build_tasks):
-    write_folder("[s]", **{name: {"mine": content}})
-    train = build_tasks({"0": OTHER}, {"1": TASK}, **changes)
-    assert {*task_names(train)} == {"0", "1", "mine", *changes.get("extra", {})}
+def test_a_subset_may_be_called_extra_beside_a_folder_of_extra_tasks(build_tasks):
+    write_folder("[s]", extra={"mine": WIDE})
+    train = build_tasks({"0": OTHER}, {"1": TASK}, {"another": OTHER}, max_side=31,
+                        subsets="training,evaluation,extra")
+    assert {*task_names(train)} == {"0", "1", "mine", "another"}
 
 
 def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):

@@ -54,4 +54,4 @@ def test_a_part_of_the_tasks_does_not_replace_a_submission(arc_folder, capfd):
     flags = [*ARC_MODEL, "--init_from=resume", "--eval_only", f"--data_path={arc_folder / 'arc-data'}"]
     run_config("arc1.py", submission.parent, *flags, "--eval_final_max_puzzles=1")
     assert submission.read_bytes() == content
-    assert "submission.json is not written: 1 of " in capfd.readouterr().err
+    assert "submission.json is not written: these are 4 of 24 examples" in capfd.readouterr().err

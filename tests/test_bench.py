@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT, TINY, TrainProcess, xla_environment
 
 import bench
+from runtime.errors import UserError
 
 MODEL = [flag for flag in TINY if "batch_size" not in flag]
 
@@ -28,10 +29,16 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
     assert min(figures[name] for name in ("tflops", "steps_per_hour", "evaluation_ms")) > 0
 
 
+def test_data_prepare_makes_a_missing_dataset():
+    """Here it fails, for there is no such Sudoku."""
+    with pytest.raises(UserError, match="data_prepare did not make"):
+        bench.main(["--device=cpu", "--data_path=x", "--data_prepare=prepare_sudoku.py --size=5", *MODEL])
+
+
 @pytest.mark.parametrize("flags, size, steps", [
     ([], 4, 18),
     (["small.py"], 8, 3600),
-    (["--global_batch_size=768"], 768, 3600),
+    (["--global_batch_size=32"], 32, 3600),
     (["--replica_batch_size=3"], 3, 14),
 ])
 def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeypatch, capsys):

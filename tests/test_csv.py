@@ -1,5 +1,4 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
-import gzip
 import re
 import runpy
 from pathlib import Path
@@ -85,15 +84,7 @@ def test_copies_are_symmetric_and_never_test_puzzles():
     assert test.task["units"] == [[1, 3], [3, 1]]
     train_keys, test_keys = [orbit_keys(split.inputs, dihedral(3), [2, 3]) for split in (train, test)]
     assert len(test_keys) == 100 and {*train_keys}.isdisjoint(test_keys)
-    assert len(train_keys) % 16 == 0 and len({*train_keys}) <= len(train_keys) / 16  # copies are symmetric
-
-
-@pytest.mark.parametrize("sign", ["?", "."])  # the character may be the empty cell of questions
-def test_cells_whose_answer_is_ignored_do_not_count(sign):
-    path = write("all.csv", *[row[:10] + sign + row[11:] for row in random_rows(30)])
-    test = Dataset(build("x", f"--train_csv={path} --holdout=9 --ignored={sign}"), "test")
-    assert test.task["symbols"] == "_.123" and (test.inputs > 0).all()
-    assert ((test.labels == 0) == (np.arange(9) == 0)).all()
+    assert len({*train_keys}) <= train.total_groups  # copies are symmetric
 
 
 def test_white_space_is_no_cell_unless_it_is_a_symbol():
@@ -109,15 +100,12 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
     assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
 
 
-@pytest.mark.parametrize("path, separator", [
-    ("of.tsv.files/all.csv", ","), ("all.TSV", "\t"), ("all.tsv.gz", "\t")])
+@pytest.mark.parametrize("path, separator", [("of.tsv.files/all.csv", ","), ("all.TSV", "\t")])
 def test_the_end_of_its_name_says_what_separates_a_files_columns(path, separator):
-    rows = random_rows(9)
-    text = "\n".join(["question,answer", *rows]).replace(",", separator)
     Path("of.tsv.files").mkdir()
-    Path(path).write_bytes(gzip.compress(text.encode()) if path.endswith(".gz") else text.encode())
-    folder = build("x", f"--train_csv={path} --holdout=3")
-    assert sorted(rows_of(folder, "train") + rows_of(folder, "test")) == sorted(rows)
+    Path(path).write_text("question,answer\n1...,1234\n2...,2143\n".replace(",", separator))
+    folder = build("x", f"--train_csv={path} --holdout=1")
+    assert {*rows_of(folder, "train"), *rows_of(folder, "test")} == {"1...,1234", "2...,2143"}
 
 
 # Wrong input
@@ -138,6 +126,7 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (MANY, "", "257 symbols.* 1 to 255"),
     (GOOD, "--holdout=0", "either --test_csv=FILE or --holdout=N"),
     (GOOD, "--kind=sudoku", r"do not fit kind sudoku, whose are \[2, 2\]"),
+    (GOOD, "--kind=arc --symbols=|0123456789", "which prepare_arc.py makes"),
     (GOOD, "--permute_symbols=1-4", r"permute_symbols='1-4': must be symbols of \['\.', '1', .*, each once"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
@@ -211,7 +200,6 @@ def test_weights_fit_the_datasets_of_their_kind_and_symbols():
 
 CHECKED = "12312231233123112312"  # each cell's number is its diagonal's
 OTHER = CHECKED.translate(str.maketrans("23", "32"))
-ONE_GIVEN = "1" + "." * 19
 
 
 def test_any_right_answer_counts_where_a_kind_has_several(coloring):
@@ -231,10 +219,3 @@ def test_the_coloring_example_does_not_train_on_questions_like_those_of_the_test
     splits = [coloring["Coloring"]("coloring", split) for split in ("train", "test")]
     train, test = [set(keys_of(split.puzzles["inputs"] > 1)) for split in splits]
     assert len(train) > 800 and train.isdisjoint(test)
-
-
-def test_answers_that_break_the_rules_that_a_script_adds_are_named(coloring):
-    path = write("wrong.csv", f"{ONE_GIVEN},{CHECKED}", f"{ONE_GIVEN[::-1]},{CHECKED}")
-    flags = f"--train_csv={path} --holdout=1 --kind=coloring --grid=4x5 --symbols=.123"
-    with pytest.raises(UserError, match="wrong.csv:3: row 4, column 5 of the answer breaks a rule"):
-        build("y", flags)

@@ -19,7 +19,7 @@ from helpers import ROOT, Hub, Server, TrainProcess, dataset_settings, prepare, 
 import prepare_arc
 import prepare_maze
 import prepare_sudoku
-from data import Dataset, Generated, halting_draws
+from data import Dataset, Generated, halting_draws, load
 from puzzles import IGNORE_LABEL, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.download import download
@@ -101,6 +101,15 @@ def test_arrays_that_do_not_fit_are_named(name, change, message, official):
         Dataset(official, "train")
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_split_without_examples_is_named(split, official):
+    for path in official.glob(f"{split}/*.npy"):
+        # offsets keep their first number, 0
+        np.save(path, np.load(path)[:"indices" in path.name])
+    with pytest.raises(UserError, match=f"{split} has no examples: build it again"):
+        load(official)
+
+
 @pytest.mark.parametrize("name, text, message", [
     ("train/dataset.json", "[1]", "cannot be read as a JSON object"),
     ("train/dataset.json", '{"seq_len": 81}', "must have seq_len and vocab_size"),
@@ -152,11 +161,6 @@ def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message
         generated(puzzles, manifest)
 
 
-def test_a_manifest_may_have_numbers_of_numpy():
-    write_dataset("mine", {"train": PUZZLES}, 4, MANIFEST | {"counts": {"puzzles": np.int64(3)}})
-    assert Dataset("mine", "train").manifest["counts"] == {"puzzles": 3}
-
-
 def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
     """Also for lists, a grid that is a tuple, and no kind; a fork's own facts stay in its task."""
     puzzles = ONES.tolist(), [[1, 0, -1, IGNORE_LABEL]] * 3
@@ -165,8 +169,8 @@ def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
     written = Dataset("mine", "test")
     made = generated(puzzles, manifest | {"own": 1})
     assert made.task == written.task | {"own": 1}
-    labels = [made.test_batch([0])["labels"].tolist(), written.test_batch([0])["labels"].tolist()]
-    assert labels == [[[1] + [IGNORE_LABEL] * 3]] * 2
+    for dataset in written, made:
+        assert dataset.test_batch([0])["labels"].tolist() == [[1] + [IGNORE_LABEL] * 3]
 
 
 @pytest.mark.parametrize("script, changes, name", [
@@ -258,12 +262,13 @@ def test_a_long_search_is_given_up_for_its_board_alone(monkeypatch):
     assert sudoku_of(9).num_solutions(boards).tolist() == [-1, 1]
 
 
-@pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 3)])
+@pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 3), (12, 2)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
+    """Few of 12x12 are minimal."""
     questions, answers = minimal_sudokus(0, 0, n, size)
     assert sudoku_of(size).judge(questions, answers).solved.all()
     assert (sudoku_of(size).num_solutions(questions) == 1).all()
-    for question in questions:
+    for question in questions if size < 12 else ():
         # each clue is missing in one board
         clues = np.flatnonzero(question > 1)
         boards = np.tile(question, (len(clues), 1))
@@ -271,23 +276,11 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
         assert (sudoku_of(size).num_solutions(boards) == 2).all()
 
 
-def test_a_large_puzzle_has_one_solution():
-    questions, answers = minimal_sudokus(0, 0, 2, 12)
-    assert (sudoku_of(12).num_solutions(questions) == 1).all()
-    assert sudoku_of(12).judge(questions, answers).solved.all()
-    assert not sudoku_of(12).judge(questions, answers[::-1]).solved.any()
-
-
-def test_generation_does_not_depend_on_the_processes(monkeypatch, capfd):
-    """They are killed in silence when enough is made."""
+def test_generation_does_not_depend_on_its_processes_and_one_that_is_killed_is_an_error(monkeypatch, capfd):
+    """They are killed in silence when enough is made. A full memory kills one before."""
     alone = prepare_sudoku.generate(4, 900, 7)
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
-
-
-def test_a_process_that_is_killed_is_an_error(monkeypatch):
-    """As where memory is full."""
-    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     with pytest.raises(TransientError, match="ended before its work"):
         next(prepare_files.in_parallel(os._exit))
 

@@ -19,7 +19,6 @@ from helpers import (
     remove,
     run,
     same,
-    start_replicas,
     start_train,
 )
 
@@ -35,10 +34,11 @@ EXAMPLES = "rsm infiloop fprm chains symbols houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES.split()]
 FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
-         "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=20", "--eval_attempts=2"]
+         "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=8", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
     chains=["--chains=3"],
-    rsm=["--H_cycles=3", "--L_cycles=2"])
+    rsm=["--H_cycles=3", "--L_cycles=2"],
+    symbols=[f"{ROOT}/examples/soap.py"])
 each_fork = pytest.mark.parametrize("fork", FORK_PATHS, ids=lambda path: Path(path).stem)
 
 
@@ -88,7 +88,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
     flags = flags_of(fork, *others, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
     argv = arguments(data, "xla", *flags, "--micro_batch_size=4")
-    on_replicas(2, xla_fork, argv, start=start_replicas.__wrapped__)
+    on_replicas(2, xla_fork, argv)
     for ours, theirs in zip(figures("xla"), figures("cpu"), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
@@ -127,12 +127,13 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data):
     assert newest("run")["forks"].keys() == {"entropy.py"}
     again = "--init_from=resume", "--eval_only"
     equal = start_train(data, "run", str(fork), *again).output()
-    assert "entropy.py" not in equal
+    assert "forks: entropy.py;" in equal and "trained with the fork" not in equal
     fork.write_text(fork.read_text() + "# changed")
     changed = start_train(data, "run", str(fork), *again).output()
     assert re.search(r"the fork entropy.py \w+, which has \w+ here", changed)
-    without = start_train(data, "run", "--init_from=resume", "--max_steps=3").output()
-    assert "trained with the fork entropy.py" in without
+    # an error has the same lines
+    without = start_train(data, "run", "--init_from=resume", "--L_layers=2").output(2)
+    assert "another block or other settings" in without and "trained with the fork entropy.py" in without
     assert "entropy_weight is no setting here; the checkpoint had 0.1" in without
 
 

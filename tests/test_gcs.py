@@ -4,6 +4,8 @@ Against gcp-storage-emulator, behind a front that breaks requests as networks an
 """
 import os
 import shutil
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,12 +13,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import requests
 import torch
-from helpers import Hub, Server, TrainProcess, run, stored, upload, wait_for
+from helpers import Hub, Server, run, stored, upload, wait_for
 
 from data import Dataset
 from puzzles.download import local_dataset
 from runtime import bucket as bucket_module
+from runtime import retry
 from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
 
@@ -24,10 +28,10 @@ CONTENT = np.random.default_rng(0).bytes(1_500_000)
 
 
 @pytest.fixture
-def bucket(front, at_once, monkeypatch):
+def bucket(front, monkeypatch):
     """A bucket that waits half a second for an answer."""
     monkeypatch.setattr(Bucket, "timeout", (10, 0.5))
-    monkeypatch.setattr(bucket_module, "ATTEMPTS", 3)
+    monkeypatch.setattr(retry, "WAITS", [0, 0, 0])
     return Bucket("gs://bucket/run")
 
 
@@ -36,11 +40,11 @@ def bucket(front, at_once, monkeypatch):
 @pytest.mark.parametrize("fault", [429, "short", "stall"])
 def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
     Path("file").write_bytes(CONTENT)
-    front.script = [fault, fault, None] * 3
+    front.script = [fault, None] * 3
     bucket.write("a", CONTENT)
     bucket.write("b", Path("file"))
     assert stored(front, "run/a") == stored(front, "run/b") == bucket.read("b") == CONTENT
-    assert front.log == ["insert"] * 6 + ["media"] * 3
+    assert front.log == ["insert"] * 4 + ["media"] * 2
 
 
 @pytest.mark.parametrize("fault, attempts, error, message", [
@@ -90,8 +94,7 @@ def test_list_read_delete(bucket):
     ("http://me:secret@localhost:x", UserError, "InvalidURL: correct the address "),
     ("http://me:secret@127.0.0.1:1", TransientError, "ConnectionError$"),  # is away
 ])
-def test_a_wrong_address_is_named_without_its_password(address, error, message, monkeypatch, capsys):
-    monkeypatch.setattr(bucket_module.time, "sleep", lambda seconds: None)
+def test_a_wrong_address_is_named_without_its_password(address, error, message, at_once, monkeypatch, capsys):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
     with pytest.raises(error, match=f"^gs://bucket/run/: {message}") as e:
         Bucket("gs://bucket/run").list()
@@ -125,21 +128,27 @@ def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(
 
 @pytest.fixture
 def cloud_bucket(bucket, front, monkeypatch):
-    """A bucket that needs the token secret, as the real service does; the environment has none."""
+    """A bucket that needs the token secret, as the real service does; nothing here has one."""
     monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN", raising=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "")
-    monkeypatch.setenv("PATH", os.getcwd())  # without gcloud
+    monkeypatch.setenv("PATH", f"{os.getcwd()}:/bin")  # without gcloud
+    monkeypatch.setattr(bucket_module, "METADATA_TOKEN", "http://127.0.0.1:1/token")  # nobody listens
     bucket_module.access_token.cache_clear()
     front.token = "secret"
     return bucket
 
 
 @pytest.fixture
-def metadata(monkeypatch):
+def metadata(cloud_bucket, monkeypatch):
     """A VM's metadata server; metadata.files["/token"] is its answer. Its token is secret."""
     with Server(Hub, files={"/token": b'{"access_token": "secret"}'}) as server:
         monkeypatch.setattr(bucket_module, "METADATA_TOKEN", server.url + "/token")
         yield server
+
+
+def write_gcloud(commands):
+    Path("gcloud").write_text(f'#!/bin/sh\n[ "$*" = "auth print-access-token" ] || exit 9\n{commands}\n')
+    Path("gcloud").chmod(0o755)
 
 
 def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, metadata):
@@ -159,16 +168,29 @@ def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, metadata)
     assert front.log == ["insert"] * 2 and len(metadata.log) == 3
 
 
+def test_a_metadata_server_that_is_busy_or_slow_is_asked_again(cloud_bucket, metadata, monkeypatch):
+    metadata.faults["/token"] = [503]
+    monkeypatch.setattr(requests, "get", mock.Mock(wraps=requests.get, side_effect=[
+        requests.ReadTimeout, mock.DEFAULT, mock.DEFAULT]))
+    cloud_bucket.list()
+    assert len(metadata.log) == 2
+
+
+def test_a_run_without_credentials_ends_at_once(cloud_bucket, data, capsys):
+    with pytest.raises(UserError, match="^no Google credentials: run `gcloud auth login`, "):
+        run(data, "run", "--gcs_dir=gs://bucket/run")
+    assert "again" not in capsys.readouterr().err
+
+
 def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
         cloud_bucket, metadata, monkeypatch):
-    metadata.files.clear()
-    with pytest.raises(TransientError, match="no Google credentials: run `gcloud auth login`, "):
+    metadata.files.clear()  # as in another cloud, or a VM without an account
+    write_gcloud("echo You do not currently have an active account selected. >&2; exit 1")
+    with pytest.raises(UserError, match="^no Google credentials"):
         cloud_bucket.list()
-    gcloud = Path("gcloud")
-    gcloud.write_text('#!/bin/sh\n[ "$*" = "auth print-access-token" ] && echo secret\n')
-    gcloud.chmod(0o755)
+    write_gcloud("[ ! -e asked ] || exec echo secret; touch asked; echo no name server >&2; exit 1")
     cloud_bucket.list()
-    gcloud.unlink()
+    write_gcloud("exit 9")
     bucket_module.access_token.cache_clear()
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret\n")
     cloud_bucket.list()
@@ -191,16 +213,15 @@ def uploaded(front, random_puzzles, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    Path("download.py").write_text(
-        f"from puzzles.download import local_dataset\nprint(local_dataset('{URL}'))")
-    start = partial(TrainProcess, [], script="download.py")
+    code = f"from puzzles.download import local_dataset; local_dataset('{URL}')"
+    start = partial(subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     front.faults = {"all__labels": "stall"}
     killed = start()
     wait_for(lambda: not front.faults)
     killed.kill()
-    killed.wait()
+    killed.communicate()
     assert set(os.listdir("data")) == {"small.lock", "small.part"}
-    printed = [process.output() for process in (start(), start())]
+    printed = [process.communicate()[0] for process in (start(), start())]
     assert sorted(text.count("downloading") for text in printed) == [0, 1]
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
 

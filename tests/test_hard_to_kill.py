@@ -498,9 +498,11 @@ def test_two_hosts_of_which_one_has_the_files(data, front):
     prepare = f"{ROOT}/prepare_sudoku.py --output_dir=data/new {DATA}"
     flags = ["--data_path=data/new/", f"--data_prepare={prepare}", "--eval_save_outputs=preds", URL]
     two_ranks(data, [[*flags, "--max_steps=10"]] * 2)
+    Path("host0/run/eval_00000010.2.npz").touch()  # another rank of this host would upload it
     assert "training from step 10 to 20" in two_ranks(data, [[*flags, "--init_from=auto"]] * 2)[0]
     assert sorted(os.listdir("host1/run")) == ["eval_00000010.1.npz", "eval_00000020.1.npz"]
     assert {"eval_00000020.0.npz", "eval_00000020.1.npz"} <= set(in_bucket())
+    assert "eval_00000010.2.npz" not in in_bucket()
 
 
 def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front):

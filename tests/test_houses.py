@@ -2,6 +2,7 @@
 
 examples/symbols.py: exact where symbols are renamed.
 """
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from helpers import ROOT, in_new_process, prepare, run
 
 import configurator
+import optim
 import train
+import weights
 from puzzles import kind_of
 from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
@@ -19,7 +22,6 @@ from runtime.errors import UserError
 LATIN = dict(kind="latin", grid=[3, 3], symbols="_.123")
 RENAMED = dict(kind="mine", grid=[6, 6], symbols="_.abcdef", symmetries=dict(permute_symbols="abcdef"))
 FLAGS = ["--puzzle_emb_ndim=0", "--L_layers=1", "--H_cycles=1", "--L_cycles=3"]
-CONFIG = [f"{ROOT}/examples/houses.py", *FLAGS]
 
 
 def example(name, task, *flags):
@@ -57,21 +59,12 @@ def test_a_copy_by_symmetry_has_the_copy_of_the_answer(name, task):
     in_new_process(answer_copies, name, task)
 
 
-def test_weights_of_one_size_begin_a_run_of_another_and_solve_its_puzzles():
+def test_weights_of_one_size_begin_a_run_of_another():
     for size in 4, 6:
         prepare(f"data{size}", source="generate", size=size, num_train=40, num_test=20, num_aug=0)
-    flags = [*CONFIG, "--hidden_size=16", "--max_steps=2"]
+    flags = [f"{ROOT}/examples/houses.py", *FLAGS, "--hidden_size=16", "--max_steps=2"]
     run("data6", "six", *flags)
     run("data4", "four", *flags, "--init_from=six/ckpt_00000002.pt")
-    in_new_process(solve_another_size)
-
-
-def solve_another_size():
-    trm, _ = solve.load("six", CONFIG, cells=16)
-    first, _ = solve.load("six", CONFIG)
-    assert trm.task == Sudoku.new_task(4) and first.task == Sudoku.new_task(6)
-    weights = first.weights()
-    assert all(torch.equal(w, weights[name]) for name, w in trm.weights().items())
 
 
 def see_units():
@@ -90,3 +83,35 @@ def see_units():
 def test_a_candidate_sees_the_units_that_its_task_has():
     """Latin squares have rows and columns."""
     in_new_process(see_units)
+
+
+def descend_by_soap():
+    settings = configurator.configure(train.Settings, [f"{ROOT}/examples/soap.py", "--weight_decay=0"])
+    g = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    w = torch.zeros_like(g)
+    state = {name: t.double() for name, t in optim.optimizer_state(settings, "L_level.w", g).items()}
+    rates = optim.rates_at(settings, 999, 1000)
+    for _ in range(1000):
+        before = w.clone()
+        optim.OPTIMIZERS["soap"](settings, rates, w, g, **state)
+    # atan2(s, s) = pi / 4 for each singular value s
+    u, _, v = torch.linalg.svd(g, full_matrices=False)
+    torch.testing.assert_close((before - w) / rates["lr"], np.pi / 4 * u @ v, rtol=1e-3, atol=1e-3)
+
+
+def test_soap_moves_equally_along_each_singular_vector_of_a_constant_gradient():
+    in_new_process(descend_by_soap)
+
+
+# The commands find the fork; test_play.py asks them for puzzles of every size.
+
+def answer_in_python(path):
+    configurator.configure(train.Settings, weights.own_forks(path))
+    weights.solve(weights.load_model(path, cells=36), "." * 36)
+
+
+def test_a_puzzle_alone_finds_a_model_for_every_size(models_folder, monkeypatch):
+    """A notebook runs its fork. test_solve.py has a fork that is not in examples/."""
+    os.symlink(models_folder / "houses", "models")
+    monkeypatch.setattr(solve, "ROOT", ".")
+    in_new_process(answer_in_python, solve.choose_model("." * 256))

@@ -99,13 +99,15 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, mo
 
 
 def test_a_full_memory_names_the_sequences_at_a_time(data):
-    """What the run that goes on has, and the share of a replica."""
+    """What the run that goes on has, and the share of a replica. One sequence cannot be divided."""
     Path("full.py").write_text("import torch, train\n_full = torch.OutOfMemoryError('CUDA out of memory')\n"
                                "def _fail(*args): raise _full\ntrain.train_step = _fail\n")
     run(data, "run", "--micro_batch_size=4", "--max_steps=1", "--eval_max_puzzles=16")
-    for flags, size in (["--init_from=resume", "--max_steps=2"], 4), (["--out_dir=new"], 16):
-        text = run(data, "run", "full.py", *flags, code=2)
-        assert f"a --micro_batch_size below {size} gives the same result" in text
+    for flags, advice in [
+            (["--init_from=resume", "--max_steps=2"], "a --micro_batch_size below 4 gives the same result"),
+            (["--out_dir=new"], "a --micro_batch_size below 16 gives the same result"),
+            (["--out_dir=one", "--micro_batch_size=1"], "device: a lower global_batch_size")]:
+        assert advice in run(data, "run", "full.py", *flags, code=2)
 
 
 def test_what_a_full_memory_is():
@@ -133,9 +135,10 @@ def set_variables(variables, monkeypatch):
 
 
 @pytest.mark.parametrize("variables, place", [
-    ("RANK= WORLD_SIZE= LOCAL_RANK=3", (0, 1, 0, 0)),
-    (f"{ADDRESS} SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 PET_NNODES=1:1", (0, 1, 0, 0)),
-    (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 {TASKS}", (1, 2, 1, 1)),
+    ("RANK= WORLD_SIZE= LOCAL_RANK=x", devices.Place()),
+    (f"{ADDRESS} SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 PET_NNODES=1:1", devices.Place()),
+    (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 {TASKS}",
+     devices.Place(1, 2, 1, 1, joins=True)),
 ])
 def test_the_place_that_an_environment_names(variables, place, monkeypatch):
     set_variables(variables, monkeypatch)
@@ -144,8 +147,9 @@ def test_the_place_that_an_environment_names(variables, place, monkeypatch):
 
 
 @pytest.mark.parametrize("variables, words", [
-    ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 MASTER_ADDR= MASTER_PORT= in the environment: "),
-    (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need all four, .* one process needs `env -u RANK"),
+    ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 .* GROUP_RANK= in the environment: "),
+    (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need the first four, .* one process needs `env -u RANK"),
+    (f"{ADDRESS} RANK=0 WORLD_SIZE=2 LOCAL_RANK=x", "LOCAL_RANK=x"),
     (f"{ADDRESS} RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT=65536 .* below 65536"),
     (TASKS, "^SLURM_STEP_NUM_TASKS=2 .* torchrun joins them"),
     ("PMI_SIZE=2 WORLD_SIZE=1", "torchrun joins them"),

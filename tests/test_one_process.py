@@ -37,7 +37,7 @@ def interrupt():
 os.environ["PJRT_DEVICE"] = "CPU"
 before = look()
 run("--out_dir=first", "--max_steps=2")
-run("--out_dir=second", "--max_steps=100000", "--lr=1e30")
+run("--out_dir=second", "--max_steps=100000", "--lr=1e9", "--weight_decay=1e9")
 threading.Thread(target=interrupt).start()
 run("--out_dir=third", "--max_steps=100000", "--eval_final_max_puzzles=8")
 run("--out_dir=third", "--max_steps=100000", "--init_from=auto", "--eval_only")

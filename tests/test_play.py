@@ -19,7 +19,8 @@ from helpers import ROOT, TrainProcess, newest
 import model
 import weights
 from puzzles import kind_of
-from puzzles.sudoku import Sudoku
+from puzzles.sudoku import BOXES, EMPTY, Sudoku, random_boards
+from puzzles.text import csv_rows
 from runtime.errors import UserError
 
 
@@ -332,7 +333,7 @@ def test_page_of_a_model_without_rules(browser, models_folder):
 # What the page computes
 
 DEMO = f"{ROOT}/docs/demo.html"
-MODELS = ["sudoku-9x9", "sudoku-6x6", "maze-6x6"]  # in this order
+MODELS = ["sudoku", "sudoku-6x6", "maze-6x6"]  # in this order
 
 
 def check_answers(browser, path):
@@ -343,7 +344,7 @@ def check_answers(browser, path):
     trm, settings = solve.load(path, ["--eval_halt_max_steps=3", "--eval_attempts=1", "--eval_patience=0"])
     kind = kind_of(trm.task)
     question = trm.test_puzzles["inputs"][1].numpy()
-    for line, step in zip(browser.js("stepsOf(0)"), weights.watch(settings, trm, kind, question)):
+    for line, step in zip(browser.js("stepsOf(0)"), weights.watch(settings, trm, question)):
         assert "".join(line["answer"]) == kind.text(step.answer)
         ours, theirs = np.log(1 / np.array([line["sure"], step.confidence]) - 1)
         assert abs(ours - theirs) < 1e-3
@@ -355,12 +356,12 @@ def check_answers(browser, path):
 def test_demo_is_what_export_writes():
     """If not: rm docs/demo.html, and python scripts/export.py with these arguments."""
     paths = [f"{ROOT}/models/{name}.pt" for name in MODELS]
-    export.main([*paths, "demo.html"])
+    TrainProcess([*paths, "demo.html"], script="export").output()
     page = Path("demo.html").read_bytes()
     assert page == Path(DEMO).read_bytes() and len(page) <= 3_000_000
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[1:])  # forks do not run in this process
 def test_page_answers_as_python_does(browser, name):
     browser.open(f"file://{DEMO}#{MODELS.index(name)}")
     check_answers(browser, f"{ROOT}/models/{name}.pt")
@@ -368,19 +369,13 @@ def test_page_answers_as_python_does(browser, name):
 
 @pytest.mark.parametrize("settings", [
     dict(mlp_t=False, pos_encodings="learned"),
-    dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["learned", "puzzle embedding"])
+    dict(mlp_t=False, pos_encodings="rope"),
+    dict(puzzle_emb_ndim=40, puzzle_emb_len=3)], ids=["learned", "rope", "puzzle embedding"])
 def test_page_answers_with_other_blocks(browser, models_folder, settings):
-    """The run of test_page_of_a_run has rope."""
     save_model(models_folder, "model.pt", settings)
     export.main(["model.pt", "page.html"])
     browser.open(f"file://{os.getcwd()}/page.html")
     check_answers(browser, "model.pt")
-
-
-def test_page_of_a_run(browser, page_of, models_folder):
-    browser.open(page_of("maze"))
-    check_answers(browser, str(models_folder / "maze"))
-    assert browser.js("run.attempts") == 8 and browser.js("$('models').hidden")
 
 
 def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
@@ -398,7 +393,7 @@ def save_model(models_folder, path, settings, num_puzzle_identifiers=1):
 
 def test_page_takes_another_model(browser):
     browser.open(f"file://{DEMO}#2")
-    assert browser.texts("#models a") == ["9×9 Sudoku", "6×6 Sudoku", "6×6 mazes"]
+    assert browser.texts("#models a") == ["4×4 to 16×16 Sudoku", "6×6 Sudoku", "6×6 mazes"]
     browser.solve(number=45)
     assert browser.js("kept()[0] > 0 && kept()[0] === attempts.length - 1")  # sure at a later attempt
     assert browser.js("stepsOf(kept()[0]).at(-1).solved")
@@ -416,6 +411,37 @@ def test_page_warns_if_the_search_for_solutions_was_too_long(browser):
     assert "the search was too long" in browser.js("$('warning').textContent")
 
 
+def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, models_folder):
+    """100 puzzles by examples/houses.py. The page computes its other model without the fork."""
+    houses = f"{models_folder}/houses"
+    plain = f"{models_folder}/model.pt"
+    TrainProcess([houses, plain, "--eval_halt_max_steps=3", "page.html"], script="export").output()
+    forks = f"{ROOT}/examples/houses.py", f"{ROOT}/tests/forks/entropy.py"
+    assert "engine.js does not" in TrainProcess([houses, *forks, "no.html"], script="export").output(2)
+    url = f"file://{os.getcwd()}/page.html"
+    browser.open(url)
+    for rows, n in zip(BOXES, (40, 40, 16, 3, 1), strict=True):
+        browser.click(f'input[value="{rows}×{rows}"]')
+        assert browser.js("filled().length") == rows
+
+        # solve puzzles in the terminal
+        boards = random_boards(n, rows, np.random.default_rng(0))
+        boards[:, ::5] = EMPTY
+        Path("questions").write_text("\n".join(map(Sudoku(Sudoku.new_task(rows)).text, boards)))
+        argv = [houses, "questions", "--eval_halt_max_steps=3", f"--output={rows}.csv"]
+        TrainProcess(argv, script="solve").output()
+
+        # and in the page, where a digit may tie with another one
+        for _, row in csv_rows(f"{rows}.csv"):
+            browser.type(row["question"])
+            browser.solve()
+            answer, sure = browser.js("(step => [step.answer, step.sure])(stepsOf(0)[kept()[1] - 1])")
+            assert sum(map(str.__ne__, answer, row["answer"])) <= 1
+            assert abs(sure - float(row["certainty"])) < 1e-4 and row["attempts"] == "1"
+    browser.open(f"{url}#1")
+    check_answers(browser, plain)
+
+
 OTHER_NETWORK = """
 import model
 
@@ -428,7 +454,7 @@ model.TRM = Other
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["a.pt"], "usage"),
+    (["a.pt", "--help=1"], "usage"),
     (["identifiers.pt", "page.html"], "identifiers.pt: it has 2 puzzle identifiers, for ARC see"),
     (["fork.pt", "page.html"], "fork.pt: trained with the fork gone.py 12345678, which is not among"),
     (["model.pt", "other.py", "page.html"], "model.pt: a fork changes the answers: a page cannot"),

@@ -20,7 +20,6 @@ from test_forks import flags_of
 
 import model as models
 import weights
-from puzzles import kind_of
 from puzzles.sudoku import Sudoku
 from puzzles.text import parse
 from runtime.errors import UserError
@@ -60,6 +59,7 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
     for path in "alone.pt", "sudoku/ckpt_00000070.pt":
         trm = load_model(path)
         assert weights.solve(trm, questions[:20], steps=4)[0] == answers[:20]
+        assert weights.solve(trm, []) == ([], [])
         assert len(trm.test_puzzles["inputs"]) == 60 and trm.step == 70
     solve.load("alone.pt", [])
 
@@ -80,7 +80,8 @@ def test_weights_that_other_code_has_wrapped(evaluation):
 
 
 def test_a_fork_solves_and_is_named_without_its_file(data):
-    fork = f"{ROOT}/examples/rsm.py"
+    fork = "rsm.py"  # not the one of examples/, which would run by itself
+    Path(fork).write_text(Path(f"{ROOT}/examples/rsm.py").read_text() + "# changed")
     run(data, "run", *flags_of(fork, "--max_steps=2"))
     question = "." * 16
     solving = TrainProcess(["run", fork, question, "--eval_halt_max_steps=3"], script="solve")
@@ -138,7 +139,7 @@ def test_a_stream_is_a_file_and_the_answer_needs_no_stderr(solved):
 
 def test_an_attempt_ends_once_its_answer_repeats(solved):
     trm, settings = solve.load("model.pt", ["--eval_halt_max_steps=9", "--eval_patience=1"])
-    steps = weights.watch(settings, trm, kind_of(trm.task), *parse(trm.task, solved[0]).values())
+    steps = weights.watch(settings, trm, *parse(trm.task, solved[0]).values())
     lengths = set()
     for _, attempt in itertools.groupby(steps, lambda step: step.attempt):
         answers = [step.answer for step in attempt]
@@ -171,31 +172,24 @@ def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, evaluat
     assert len({row["attempts"] for row in rows}) > 2
 
 
-def solve_rows(run_solve, model, lines, *flags, name="a.csv"):
+def solve_rows(run_solve, model, lines, *flags):
     """Solves the puzzles in these lines of a file; returns the rows of the output."""
-    Path(name).write_text("\n".join(lines))
-    text = run_solve(model, name, "--output=b.csv", *flags)
+    Path("a.csv").write_text("\n".join(lines))
+    text = run_solve(model, "a.csv", "--output=b.csv", *flags)
     rows = list(csv.DictReader(Path("b.csv").read_text().splitlines()))
     assert f"{[row['result'] for row in rows].count('right')} of {len(rows)} right (" in text
     return rows
 
 
-def test_a_text_of_puzzles_is_solved_like_a_csv(run_solve, solved):
-    lines = ["\ufeff" + solved[0], "." * 16, solved[0]]
-    rows = solve_rows(run_solve, "sudoku", lines, name="a.txt")
-    assert [row["question"] for row in rows] == [solved[0], "." * 16, solved[0]]
-    assert rows[0]["answer"] == rows[2]["answer"] == solved[1]
-
-
 def test_without_rules_the_column_answer_judges(run_solve):
-    """The model exchanges the two symbols; other characters stand in cells that do not count."""
-    text = run_solve("exchange", "011\n010")
-    assert "\n100101\nnot judged: the rules are not known" in text
-    results = {
-        "100101": "right", "1 0 0 1 0 1": "right", "?00101": "right", "000101": "wrong", "": "not judged",
-        "??????": "not judged", "1": "not judged", "1.0E+5": "not judged"}
+    """The model exchanges the two symbols."""
+    Path("a.txt").write_text("\ufeff011\n010\n\n")
+    assert "\n100101\nnot judged: the rules are not known" in run_solve("exchange", "a.txt")
+    assert "2 of 2 not judged" in run_solve("exchange", "011010\n011010")
+    results = {"100101": "right", "1 0 0 1 0 1": "right", "000101": "wrong", "": "not judged",
+               "1.0E+5": "not judged"}
     lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
-    rows = solve_rows(run_solve, "exchange", lines, "--ignored=?")
+    rows = solve_rows(run_solve, "exchange", lines)
     assert [row["result"] for row in rows] == list(results.values())
 
 
@@ -223,17 +217,13 @@ def test_pictures(run_solve, solved):
     (["official.pt", "." * 16], "official.pt does not say what it solves: scripts/export.py makes"),
     (["sudoku", "." * 16, "--plot=a.jpg"], "a .png or a .gif"),
     (["sudoku", "." * 16, "--forward_dtype=bfloat16"], "puzzles are solved in float32"),
-    (["sudoku", "nowhere.csv"], "nowhere.csv: cannot be read"),
-    (["sudoku", "short.csv"], "short.csv: line 3, '12', with 2 cells"),
     (["sudoku", "empty.tsv"], "empty.tsv: line 2: no question"),
     (["sudoku", "11" + "." * 14], "line 1: the puzzle has no solution"),
-    (["sudoku", "." * 16, "--eval_attempts=0"], "eval_attempts must be"),
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
-    (["maze", "S  G", "--cells=60"], "--cells=60: maze takes no puzzles of this size"),
+    (["maze", "S  G", "--cells=60"], "a puzzle is a line of 49 cells"),
     (["sudoku", "S  G", "--cells=81"], "sudoku/ckpt_00000070.pt: ")])
 def test_wrong_input_is_one_line(argv, words):
     Path("puzzles.csv").write_text(f"question\n{'.' * 16}\n")
-    Path("short.csv").write_text(f"Puzzle,note\n{'.' * 16},\n12,\n")
     Path("empty.tsv").write_text(f"note\tquestion\na\t---\nb\t{'.' * 16}\n")
     with pytest.raises(UserError, match=re.escape(words)):
         solve.main(argv)

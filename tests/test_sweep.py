@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -90,24 +91,18 @@ def test_prepare_makes_the_data_of_two_runs_once(sweep, tmp_path):
     assert text.count("is missing; making it") == 1 and os.path.exists(path / "train")
 
 
-def test_a_stopped_run_saves_and_goes_on(sweep, flags, tmp_path):
-    process = TrainProcess(["exp08a", "exp08b", *flags], cwd=ROOT, script="sweep")
-    with begun(process, "step 10/"):
+def test_a_stopped_run_saves_and_goes_on_and_that_of_a_killed_sweep_ends(flags, tmp_path):
+    """The pipe of their output closes once both have ended."""
+    start = partial(TrainProcess, ["exp08a", "exp08b", *flags, "--max_steps=3000"], cwd=ROOT, script="sweep")
+    with begun(start(), "step 10/") as process:
         os.kill(process.pid, signal.SIGINT)
         text = process.output(3)
-    assert not (tmp_path / EMA).exists()
-    # the first run goes on
     step = re.search(r"stopped at step (\d+), checkpoint saved", text)[1]
-    assert f"training from step {step} to 120" in sweep("exp08a", *flags)
-
-
-def test_the_run_of_a_killed_sweep_ends(flags, tmp_path):
-    """The pipe of their output closes."""
-    process = TrainProcess(["exp08a", *flags, "--max_steps=3000"], cwd=ROOT, script="sweep")
-    with begun(process, "step 10/"):
+    with begun(start(), f"training from step {step} to 3000") as process:
         process.kill()
         process.output(-signal.SIGKILL)
     assert "final" not in lines(tmp_path / EMA_OFF)[-1]
+    assert not (tmp_path / EMA).exists()
 
 
 def test_a_killed_run_is_resumed_a_failure_is_named_and_a_complete_run_is_skipped(sweep, flags, tmp_path):

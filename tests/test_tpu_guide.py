@@ -36,7 +36,7 @@ def test_the_jobset_fits_the_published_schema_and_train(monkeypatch):
 
 
 def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatch, capsys):
-    guide = read("docs/tpu.md")
+    guide = read("docs/study.md")
     loop = re.search(r"for file in .*?; do", guide)[0] + " echo $file; done"
     files = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).split()
     assert sorted(files) == sorted(glob.glob("config/study/*.py", root_dir=ROOT))

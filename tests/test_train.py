@@ -34,6 +34,7 @@ from puzzles import score
 from runtime.checkpoint import Checkpoints, checkpoint_paths
 from runtime.errors import UserError
 from runtime.log import listed
+from runtime.process import StepDropped
 
 # A run
 
@@ -82,7 +83,7 @@ def test_an_average_that_is_not_finite_ends_the_run(data, monkeypatch, flag, wor
 def test_a_stop_that_drops_a_step_saves_no_weights_that_are_not_finite(data, monkeypatch):
     def step(run, state, inputs, cycles):
         if next(steps) == 2:
-            raise KeyboardInterrupt
+            raise StepDropped
         inputs["rates"]["lr"].fill_(math.nan)
         return train_step(run, state, inputs, cycles)
 
@@ -174,13 +175,12 @@ def test_a_resume_refuses_another_optimizer(data, out):
 
 
 def test_nan_stops_the_run_and_names_the_last_good_checkpoint(data):
-    """The learning rate overflows float32 weights. The newest checkpoint is damaged."""
+    """The weight decay overflows float32 weights. The newest checkpoint is damaged."""
     run(data, "run", "--max_steps=10", "--checkpoint_interval=5")
     with open("run/ckpt_00000010.pt", "ab") as f:
         f.write(b"damaged")
     with pytest.raises(UserError, match=r"not finite between steps 6 and 10.*ckpt_00000005.pt"):
-        run(data, "run", "--max_steps=30", "--init_from=resume", "--lr=1e38", "--beta1=0.5",
-            "--lr_warmup_steps=0")
+        run(data, "run", "--max_steps=30", "--init_from=resume", "--lr=1e9", "--weight_decay=1e9")
     assert checkpoint_paths("run") == ["run/ckpt_00000010.pt", "run/ckpt_00000005.pt"]
 
 

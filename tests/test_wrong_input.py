@@ -121,19 +121,19 @@ def assert_refused(script, code, error, words, before, after):
 RESUME = "--init_from=resume --out_dir=out/run "
 BEGIN = "--init_from=out/run/ckpt_00000002.pt "
 TRAIN = {
-    "--hiden_size=8": "unknown setting hiden_size | the closest is hidden_size",
     # values
     "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: 2 does",
     "--lr=nan": "lr must be above 0 | not nan",
+    "--expansion=1e30": "expansion must be above 0 and below 2^31, not 1e+30",
     "--beta1=1.5": "beta1 must be from 0 to 1 | not 1.5",
-    "--seed=-1": "seed must be 0 or more, not -1",
+    "--seed=-1": "seed must be 0 or more and below 2^31, not -1",
     "--hidden_size=1000000": "memory",
-    "--L_cycles_start=0": "L_cycles_start must be above 0",
+    "--global_batch_size=2147483647": "out of memory on the device: a lower global_batch_size",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
     "--max_steps=0 --epochs=0": "epochs=0 of 16 puzzles are less than one batch",
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
-    "--eval_save_outputs=preds,logits": "eval_save_outputs | 'logits' | q_halt_logits",
+    "--eval_save_outputs=preds,logits": "eval_save_outputs | 'preds,logits' | q_halt_logits",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
     "--freeze_weights --puzzle_emb_ndim=0": "freeze_weights | puzzle_emb_ndim is 0",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
