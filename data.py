@@ -281,10 +281,6 @@ class Dataset:
         # list their examples, which follow each other
         return ranges(self.example_indices[starts], self.example_indices[ends])
 
-    def resized(self, task):
-        """Returns a task in the size of these puzzles, if puzzles of its kind have several sizes."""
-        return kind_of(task).resized(self.seq_len).task
-
     def made_by(self):
         """Returns the command that made the dataset, as "prepare_sudoku.py --size=6 ..."; "" if not known."""
         # the script stands first
@@ -455,8 +451,6 @@ class Generated:
     def subset(self, n, num_versions=0):
         """Returns the indices of the first n test puzzles; num_versions is for ARC."""
         return np.arange(self.test_size)[:n or None]
-
-    resized = Dataset.resized
 
     def made_by(self):
         return type(self).__name__

@@ -72,7 +72,7 @@ class Log:
         """Logs what the run is, and on what; notes: further lines."""
         self.print0(f"# python {platform.python_version()}, torch {torch.__version__}, "
                     f"{platform.platform()}, {os.cpu_count()} cores, {self.hardware}; "
-                    f"forks: {', '.join(self.settings.forks) or 'none'}; "
+                    f"forks: {self.settings.forks or 'none'}; "
                     f"other settings unlike train.py's: {self.settings.flags() or 'none'}")
         command = train_set.made_by() or "made by an unknown command"
         self.print0(f"{trm.num_parameters():,} parameters; "

@@ -151,11 +151,11 @@ def check_task(saved, train_set, path):
     """Raises UserError if the weights in the file `path` were trained on another kind of puzzle."""
     # files of the official code do not say their task
     task = saved.get("task", train_set.task)
-    if task["grid"] != train_set.task["grid"]:  # weights of another size may fit
-        task = train_set.resized(task)
     ours = train_set.task
-    # padding has no sign, and prepare_csv.py gives it one
-    differs = (task["kind"], task["symbols"][1:]) != (ours["kind"], ours["symbols"][1:])
+    differs = task["kind"] != ours["kind"]
+    # weights of another size may fit, with its symbols; padding has no sign, and prepare_csv.py gives it one
+    if task["grid"] == ours["grid"]:
+        differs |= task["symbols"][1:] != ours["symbols"][1:]
     if task["kind"] and differs:
         raise UserError(f"{path} was trained on kind {task['kind']!r}, symbols {task['symbols']!r}, but "
                         f"{train_set.path} has {ours['symbols']!r}, kind {ours['kind']!r}: leave out the "

@@ -115,11 +115,7 @@ def add_dataset(saved, settings, path):
     # the model has the dataset's sizes, and the weights' names without the official code's prefixes
     train_set, test_set = load(local_dataset(settings.data_path))
     trm = train.new_model(settings, train_set)
-    try:
-        is_averaged = load_weights(trm, saved["weights"])
-    except ValueError as e:
-        raise UserError(f"{path}: {e}") from None
-    if is_averaged:
+    if load_weights(trm, saved["weights"]):
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}")
     added = dict(
         sizes=trm.sizes,

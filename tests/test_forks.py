@@ -127,7 +127,7 @@ def test_a_checkpoint_names_the_forks_that_trained_it(data):
     assert newest("run")["forks"].keys() == {"entropy.py"}
     again = "--init_from=resume", "--eval_only"
     equal = start_train(data, "run", str(fork), *again).output()
-    assert "forks: entropy.py;" in equal and "trained with the fork" not in equal
+    assert "forks: {'entropy.py': " in equal and "trained with the fork" not in equal
     fork.write_text(fork.read_text() + "# changed")
     changed = start_train(data, "run", str(fork), *again).output()
     assert re.search(r"the fork entropy.py \w+, which has \w+ here", changed)
