@@ -77,7 +77,7 @@ def main(settings):
     subsets, left_out = read_subsets(settings)
 
     # draw the order of the tasks, then the versions of each, as the official builder does
-    rng = np.random.RandomState(settings.seed % 2 ** 32)  # it takes no more
+    rng = np.random.RandomState(settings.seed)
     progress = Progress("choosing versions", sum(map(len, subsets.values())))
     train = []  # (pairs to train on, identifiers of the versions) of each task
     test = []  # (test pairs, identifiers)
