@@ -82,7 +82,7 @@ class Values:
         raise MissingSetting(
             f"{caller.f_code.co_filename}:{caller.f_lineno}: no setting {name}: scripts have the settings of "
             "train.py, not of a copy, and of new() in config files; weights.load_model has those in the "
-            f"model file, and defaults={{{name!r}: VALUE}}")
+            "model file and in its argument defaults")
 
     def assign(self, name, value, where):
         """Sets a setting. Raises UserError, which names `where`, for an unknown name or another type."""

@@ -44,7 +44,7 @@ class Settings:
     """All settings are train.py's."""
 
 
-HOUSES = f"{weights.EXAMPLES}/houses.py"
+HOUSES = weights.EXAMPLES.resolve() / "houses.py"
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
@@ -210,8 +210,9 @@ def problems_of(trm, settings):
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if num_identifiers > 1:
         yield f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
-    # engine.js knows the network of one fork, which has run by itself, alone or with an optimizer
-    if HOUSES in settings.argv and settings.forks.keys() <= {"houses.py", "soap.py"}:
+    # engine.js knows the network of one fork, alone or with an optimizer
+    if (HOUSES in map(Path.resolve, map(Path, settings.argv))
+            and settings.forks.keys() <= {"houses.py", "soap.py"}):
         return
 
     # model.py may have been edited

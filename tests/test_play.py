@@ -418,6 +418,7 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
     TrainProcess([houses, plain, "--eval_halt_max_steps=3", "page.html"], script="export").output()
     forks = f"{ROOT}/examples/houses.py", f"{ROOT}/tests/forks/entropy.py"
     assert "engine.js does not" in TrainProcess([houses, *forks, "no.html"], script="export").output(2)
+    TrainProcess([houses, os.path.relpath(forks[0]), "named.html"], script="export").output()
     url = f"file://{os.getcwd()}/page.html"
     browser.open(url)
     for rows, n in zip(BOXES, (40, 40, 16, 3, 1), strict=True):
