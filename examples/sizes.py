@@ -3,7 +3,8 @@
     python train.py config/sudoku_houses.py    (it runs this fork)
 
 Each other_interval-th step trains on the second dataset. Each size has a model, and both models have the same
-weights. The evaluations and the log's FLOPs are those of data_path's boards.
+weights. The evaluations and the log's FLOPs are those of data_path's boards. It runs on CPUs and CUDA GPUs:
+XLA's program of a step would not see the second sequences.
 """
 import copy
 
