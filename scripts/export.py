@@ -212,7 +212,7 @@ def problems_of(trm, settings):
         yield f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
     # engine.js knows the network of one fork, alone or with an optimizer
     if (HOUSES in map(Path.resolve, map(Path, settings.argv))
-            and settings.forks.keys() <= {"houses.py", "soap.py"}):
+            and settings.forks.keys() <= {"houses.py", "sizes.py", "soap.py"}):
         return
 
     # model.py may have been edited

@@ -3,13 +3,16 @@
 The official builder's datasets load, batches follow from the seed and the step, files of other programs are
 read, and what is left out is counted.
 """
+import functools
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +27,7 @@ from puzzles import IGNORE_LABEL, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.download import download
 from puzzles.keys import keys_of
-from puzzles.sudoku import Sudoku, minimal_sudokus
+from puzzles.sudoku import Sudoku, hard_sudokus, minimal_sudokus
 from puzzles.text import parse
 from puzzles.writer import finish_split, write_dataset
 from runtime.errors import TransientError, UserError
@@ -276,13 +279,35 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
         assert (sudoku_of(size).num_solutions(boards) == 2).all()
 
 
+def test_hard_puzzles_are_minimal_with_one_solution_and_take_more_work(monkeypatch):
+    monkeypatch.setattr(sudoku, "GENERATIONS", 3)
+    questions, answers = hard_sudokus(0, 0, 8, 9)
+    assert sudoku_of(9).judge(questions, answers).solved.all()
+    assert (sudoku_of(9).num_solutions(questions) == 1).all()
+    usual, _ = minimal_sudokus(0, 0, 64, 9)
+    work = [np.median(sudoku.count_solutions(sudoku.candidates_of(boards, 9), 9, 2, 10**6)[1])
+            for boards in (questions, usual)]
+    assert work[0] > 2 * work[1]
+
+
 def test_generation_does_not_depend_on_its_processes_and_one_that_is_killed_is_an_error(monkeypatch, capfd):
-    """They are killed in silence when enough is made. A full memory kills one before."""
+    """A full memory kills one before its work is done."""
     alone = prepare_sudoku.generate(4, 900, 7)
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
     with pytest.raises(TransientError, match="ended before its work"):
         next(prepare_files.in_parallel(os._exit))
+
+
+def test_processes_that_generate_end_by_themselves(monkeypatch):
+    """To end one while it writes a result would leave this process waiting for the rest."""
+    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
+    job = functools.partial(subprocess.call, "sleep 0.5", shell=True)  # its number is the buffer's size
+    results = prepare_files.in_parallel(job)
+    assert next(results) == 0
+    processes = multiprocessing.active_children()
+    results.close()
+    assert {process.exitcode for process in processes} == {0}
 
 
 def test_copies_have_one_solution_and_are_never_test_puzzles():

@@ -3,13 +3,14 @@
 examples/symbols.py: exact where symbols are renamed.
 """
 import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import solve
 import torch
-from helpers import ROOT, in_new_process, prepare, run
+from helpers import ROOT, in_new_process, last_weights, prepare, remove, run, same
 
 import configurator
 import optim
@@ -65,6 +66,23 @@ def test_weights_of_one_size_begin_a_run_of_another():
     flags = [f"{ROOT}/examples/houses.py", *FLAGS, "--hidden_size=16", "--max_steps=2"]
     run("data6", "six", *flags)
     run("data4", "four", *flags, "--init_from=six/ckpt_00000002.pt")
+
+
+def test_a_run_on_two_sizes_resumes_with_the_same_bits():
+    """One step in two is on the other size."""
+    for size in 4, 6:
+        prepare(f"data{size}", source="generate", size=size, num_train=40, num_test=20, num_aug=0)
+    forks = [f"{ROOT}/examples/{name}.py" for name in ("houses", "soap", "sizes")]
+    flags = [*forks, *FLAGS, "--hidden_size=16", "--max_steps=7", "--checkpoint_interval=3",
+             "--other_data_path=data4", "--other_interval=2"]
+    run("data6", "whole", *flags)
+    shutil.copytree("whole", "resumed")
+    remove("resumed", "ckpt_0000000[67].*")
+    assert "training from step 3" in run("data6", "resumed", *flags, "--init_from=auto")
+    assert same(last_weights("resumed"), last_weights("whole"))
+    # and the other size is seen
+    run("data6", "alone", *flags, "--other_interval=100")
+    assert not same(last_weights("alone"), last_weights("whole"))
 
 
 def see_units():
