@@ -111,12 +111,14 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
         for row in reader:
             # spreadsheets write empty fields behind a row, and rows of nothing else
             rest = row.pop(None, [])
-            if any(rest) or None in [row[name] for name in columns]:
+            if not any([*rest, *row.values()]):
+                continue
+            has_rows = True
+            texts = {name: squeezed(row[name] or "", symbols) for name in columns}
+            if any(rest) or "" in texts.values():
                 raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
                                 "names its columns")
-            if any(row.values()):
-                has_rows = True
-                yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
+            yield reader.line_num, row | texts
     if not has_rows:
         raise UserError(f"{path}:2: no puzzle under the header")
 
