@@ -60,8 +60,7 @@ def main(settings):
 
     # or draw the test puzzles
     if settings.holdout >= train.shape[1]:
-        raise UserError(f"holdout={settings.holdout} leaves no puzzle to train on: {settings.train_csv} has "
-                        f"{train.shape[1]}")
+        raise UserError(f"holdout={settings.holdout} leaves no puzzle to train on, of {train.shape[1]}")
     if settings.holdout:
         order = np.random.default_rng([settings.seed, 1]).permutation(train.shape[1])
         drawn = np.sort(order[:settings.holdout])

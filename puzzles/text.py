@@ -111,14 +111,15 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
         for row in reader:
             # spreadsheets write empty fields behind a row, and rows of nothing else
             rest = row.pop(None, [])
-            if not any([*rest, *row.values()]):
-                continue
-            has_rows = True
-            texts = {name: squeezed(row[name] or "", symbols) for name in columns}
-            if any(rest) or "" in texts.values():
+            if any(rest) or None in [row[name] for name in columns]:
                 raise UserError(f"{path}:{reader.line_num}: must have {wanted}; the first line of the file "
                                 "names its columns")
-            yield reader.line_num, row | texts
+            if any(row.values()):
+                has_rows = True
+                texts = {name: squeezed(row[name], symbols) for name in columns}
+                if not texts["question"]:
+                    raise UserError(f"{path}:{reader.line_num}: no question")
+                yield reader.line_num, row | texts
     if not has_rows:
         raise UserError(f"{path}:2: no puzzle under the header")
 
