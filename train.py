@@ -137,7 +137,7 @@ def recipe(settings):
 
 
 def check_settings(settings):
-    """Raises UserError for settings that no run could have together; configure() checks each alone."""
+    """Raises UserError for folders with which no run can begin; what a checkpoint fills in has its checks."""
     checkpoint.check_folders(settings)
 
 
@@ -241,7 +241,7 @@ def forward_backward(run, cycles, weights, micro_batch):
     with torch.enable_grad():
         result = run.supervision_step(
             leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
-        check_values(result.values, len(micro_batch["min_halt_steps"]))
+        check_values(result.values, run.state["log_sums"], len(micro_batch["min_halt_steps"]))
         grads = torch.autograd.grad(result.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32
@@ -393,13 +393,16 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
     restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
-    if not is_uploaded and not STOP.is_set():
+    if not (is_uploaded and checkpoints.is_written) and not STOP.is_set():
         sys.exit(1)
     return is_uploaded and is_complete
 
 
 def final_evaluation(run, test_set, log, checkpoints, step):
-    """Logs an evaluation in full, and saves best.pt if it is the best. Returns False if it was stopped."""
+    """Logs an evaluation in full, and saves best.pt if it is the best.
+
+    Returns False if it was stopped, or best.pt cannot be written: a resume then repeats it.
+    """
     indices = test_set.subset(run.settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
@@ -409,6 +412,8 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:  # not with eval_only: best.pt is of the training run
         checkpoints.save_if_best(step, values)
+        if not checkpoints.is_written:
+            return False
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
     return True
@@ -538,8 +543,8 @@ class Run:
 def replica(settings, device_type):
     """Runs one replica from its start to its end, with the command's settings.
 
-    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the last checkpoint
-    cannot be written or the bucket lacks something.
+    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the last checkpoint or
+    best.pt cannot be written, or the bucket lacks something.
     """
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
@@ -584,6 +589,9 @@ def replica(settings, device_type):
 
 def new_model(settings, dataset):
     """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
+    # in the command, and not in a checkpoint from before this was an error
+    if settings.mlp_t and settings.pos_encodings == "rope" and "pos_encodings" in settings.assigned:
+        raise UserError("pos_encodings=rope is of self-attention, --mlp_t=False, and does nothing without")
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # for modules that init_weights does not touch
         try:

@@ -154,14 +154,14 @@ def solve_mazes(questions):
 
 
 def distances(starts, is_open):
-    """Returns how many steps cells are from a start, int16 [n, size, size]; -1 where no way leads there.
+    """Returns how many steps cells are from a start, int32 [n, size, size]; -1 where no way leads there.
 
     starts, is_open: bool [n, size, size].
     """
     # [size, size, n]: numpy is fast where the last axis is long
     reached = np.moveaxis(starts, 0, 2).copy()
     unseen = np.moveaxis(is_open & ~starts, 0, 2).copy()
-    steps = reached.astype(np.int16) - 1
+    steps = reached.astype(np.int32) - 1
     for step in itertools.count(1):
         if not reached.any():
             return np.moveaxis(steps, 2, 0)

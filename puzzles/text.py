@@ -116,7 +116,10 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
                                 "names its columns")
             if any(row.values()):
                 has_rows = True
-                yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
+                texts = {name: squeezed(row[name], symbols) for name in columns}
+                if not texts["question"]:
+                    raise UserError(f"{path}:{reader.line_num}: no question")
+                yield reader.line_num, row | texts
     if not has_rows:
         raise UserError(f"{path}:2: no puzzle under the header")
 

@@ -45,7 +45,7 @@ from helpers import (
 
 import train
 from runtime.bucket import Bucket, Mirror
-from runtime.checkpoint import checkpoint_paths, numbered
+from runtime.checkpoint import checkpoint_paths, numbered, outdated
 from runtime.errors import TransientError, UserError
 from runtime.files import locked, read_lines
 from runtime.log import Log
@@ -83,6 +83,14 @@ def test_kills_and_lost_machines_lose_nothing(data, front):
     assert same(last_weights("run"), last_weights("whole"))
     for name in ("metrics.jsonl", "ckpt_00000240.pt"):
         assert stored(front, f"run/{name}") == Path("run", name).read_bytes()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step():
+    """As text, the name of step 99,999,999 comes after the one of step 100,000,000."""
+    older, newest = "ckpt_99999999", "ckpt_100000000"
+    names = [name + ending for name in (older, newest) for ending in (".json", ".pt")]
+    assert numbered(names) == [newest, older]
+    assert outdated(names, newest, 1) == names[:2] and outdated(names, older, 1) == []
 
 
 # Checkpoints that cannot be read.
@@ -201,6 +209,9 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
     out = "second"
     assert "training from step 20 to 30" in run(data, out, *FLAGS, "--max_steps=30", "--init_from=resume")
     assert "training from step 30 to 40" in run(data, out, *again)
+    # the file has moved since
+    shutil.copy(f"{whole[0]}/ckpt_00000040.pt", "moved.pt")
+    assert "is complete" in run(data, out, *FLAGS, "--init_from=moved.pt")
     # another file
     with pytest.raises(UserError, match="holds a run"):
         run(data, out, *FLAGS, f"--init_from={whole[0]}/best.pt")

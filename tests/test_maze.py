@@ -9,7 +9,7 @@ from helpers import judgements, prepare
 import prepare_maze
 from data import Dataset
 from prepare_maze import maze_of
-from puzzles.maze import GOAL, OPEN, PATH, START, WALL, path_metrics, solve_mazes
+from puzzles.maze import GOAL, OPEN, PATH, START, WALL, distances, path_metrics, solve_mazes
 from puzzles.symmetries import dihedral
 
 
@@ -57,6 +57,11 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
     assert (answers == PATH).sum(axis=1).min() >= min_path - 1
     turned = questions[:, dihedral(size)].reshape(8 * n, -1)
     assert len(np.unique(turned, axis=0)) == 8 * n
+
+
+def test_a_path_may_have_more_than_32767_steps():
+    line = np.ones((1, 1, 33_000), dtype=bool)
+    assert (distances(line.cumsum(axis=2) == 1, line) == np.arange(33_000)).all()
 
 
 # Datasets

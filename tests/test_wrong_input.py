@@ -134,6 +134,7 @@ TRAIN = {
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'preds,logits' | q_halt_logits",
+    "--pos_encodings=rope": "pos_encodings=rope | --mlp_t=False",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
     "--freeze_weights --puzzle_emb_ndim=0": "freeze_weights | puzzle_emb_ndim is 0",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
