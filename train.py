@@ -30,6 +30,7 @@ import optim
 import puzzles
 from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
+from runtime.checkpoint import check_settings
 from runtime.device import cast_weights, check_batch_size
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
@@ -134,11 +135,6 @@ RUN_SETTINGS = (
 def recipe(settings):
     """Returns the settings, of {name: value}, that affect the result."""
     return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
-
-
-def check_settings(settings):
-    """Raises UserError for folders with which no run can begin; what a checkpoint fills in has its checks."""
-    checkpoint.check_folders(settings)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -251,10 +247,12 @@ def forward_backward(run, cycles, weights, micro_batch):
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
 
     # sum up for the log: METRICS count sequences that halted, LOSS_TERMS all
-    halted = result.sequences["halted"]
-    stats = {name: torch.where(halted, result.values[name], 0) for name in model.METRICS}
-    stats |= {name: result.values[name].detach() for name in model.LOSS_TERMS}
-    stats = {name: values.sum(0, keepdim=True) for name, values in stats.items()}
+    stats = {}
+    for name in run.state["log_sums"]:
+        values = result.values[name].detach()
+        if name in model.METRICS:
+            values = torch.where(result.sequences["halted"], values, 0)
+        stats[name] = values.sum(0, keepdim=True)
     return dict(grads=grads, stats=stats), each_sequence
 
 
@@ -399,10 +397,7 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
 
 
 def final_evaluation(run, test_set, log, checkpoints, step):
-    """Logs an evaluation in full, and saves best.pt if it is the best.
-
-    Returns False if it was stopped, or best.pt cannot be written: a resume then repeats it.
-    """
+    """Logs an evaluation in full; returns False if it was stopped, or best.pt cannot be written."""
     indices = test_set.subset(run.settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")

@@ -121,30 +121,32 @@ def find_start(settings):
 
     # a new run counts its own steps, and has settings and an id of its own
     facts = saved if is_resume or settings.eval_only else {}
-    step = facts.get("step", 0)
-    saved_settings = facts.get("settings", {})
-    evaluation = {}
-    if is_resume:
-        init_sha256 = saved.get("init_sha256", "")
-        # a run goes on with a FILE if it began with that
-        if file and not is_same_file(file, saved_settings["init_from"], init_sha256):
-            refuse_run("--out_dir", out_dir, files_of(out_dir))
-        for line in read_metrics(f"{out_dir}/metrics.jsonl"):
-            if line["step"] == step and "eval/loss" in line:
-                evaluation = line
-    else:
-        init_sha256 = path and file_hash(path)
+    start = Start(
+        path=path,
+        is_resume=is_resume,
+        run_id=facts.get("run_id", ""),
+        step=facts.get("step", 0),
+        evaluation={},
+        saved_settings=facts.get("settings", {}),
+        init_sha256=saved.get("init_sha256", "") if is_resume else path and file_hash(path),
+    )
+    if not is_resume:
         # an evaluation and a new run take only the weights and their average
-        saved = {name: value for name, value in saved.items() if name not in ("optimizer", "kept")}
-    run_id = facts.get("run_id", "")
-    return Start(path, is_resume, run_id, step, evaluation, saved_settings, init_sha256), saved
+        return start, {name: value for name, value in saved.items() if name not in ("optimizer", "kept")}
+
+    # a run goes on with a FILE if it began with that
+    if file and not has_begun_with(start, file):
+        refuse_run("--out_dir", out_dir, files_of(out_dir))
+    for line in read_metrics(f"{out_dir}/metrics.jsonl"):
+        if line["step"] == start.step and "eval/loss" in line:
+            start = start._replace(evaluation=line)
+    return start, saved
 
 
-def is_same_file(file, path, sha256):
-    """Returns True if a file was once at `path`, seen from the same folder, or has this hash."""
-    if os.path.realpath(file) == os.path.realpath(path):
-        return True
-    return os.path.isfile(file) and file_hash(file) == sha256
+def has_begun_with(start, file):
+    """Returns True if the run that is resumed began with a file, which may have moved since."""
+    return (os.path.realpath(file) == os.path.realpath(start.saved_settings["init_from"])
+            or os.path.isfile(file) and file_hash(file) == start.init_sha256)
 
 
 def settings_of(start, settings, not_resumed):
@@ -163,8 +165,8 @@ def settings_of(start, settings, not_resumed):
     return settings
 
 
-def check_folders(settings):
-    """Raises UserError for settings with which no start can be found."""
+def check_settings(settings):
+    """Raises UserError for settings of a command with which no start can be found."""
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
