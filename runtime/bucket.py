@@ -118,22 +118,25 @@ class Bucket:
         label = f"{self.url}/{name}"
         url = endpoint or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
-        def attempt():
+        def send():
             # requests sends a file in blocks, each with the first time limit; bytes have one for all
             with content.open("rb") if isinstance(content, Path) else nullcontext(content) as body:
-                response = requests.request(method, url, params=params, data=body, auth=authorize,
-                                            timeout=self.timeout, allow_redirects=False)
+                return requests.request(method, url, params=params, data=body, auth=authorize,
+                                        timeout=self.timeout, allow_redirects=False)
 
+        def attempt():
+            response = send()
+            if response.status_code == 401:  # the token has expired, maybe: a new one serves or is wrong
+                access_token.cache_clear()
+                response = send()
             status = response.status_code
             if status < 300:
                 return parse(response.content)
             if status == 404 and not endpoint:
                 return None
             message = textwrap.shorten(re.sub(r"Bearer \S+", "***", f"status {status} {response.text}"), 300)
-            # a refusal is the user's error, unless the server may answer later, or the token has expired;
-            # a new one has no hits
-            if status in RETRIED or status == 401 and access_token.cache_info().hits:
-                access_token.cache_clear()
+            # a refusal is the user's error, unless the server may answer later
+            if status in RETRIED:
                 raise TransientError(message)
             raise UserError(f"{label}: {message}: log in (gcloud auth login), or give the account the role "
                             "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
