@@ -260,18 +260,14 @@ class TRM(nn.Module):
     def init_weights(self, generator):
         """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
 
-        A bias is uniform up to 1/sqrt(fan in), as torch draws it. Layers of other types, in forks, keep their
-        own values.
+        Layers of other types, and biases, which only forks have, keep torch's values.
         """
         # embeddings and matrices, in the order of the modules
         for module in self.modules():
             if isinstance(module, Embedding):  # embed() scales by sqrt(D)
                 truncated_normal(module.embedding_weight, self.settings.hidden_size ** -0.5, generator)
-            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
-                deviation = module.weight[0].numel() ** -0.5
-                truncated_normal(module.weight, deviation, generator)
-                if module.bias is not None:  # in forks
-                    module.bias.uniform_(-deviation, deviation, generator=generator)
+            elif isinstance(module, nn.Linear) and module is not self.q_head:
+                truncated_normal(module.weight, module.in_features ** -0.5, generator)
         # q_head begins far below 0, so that no sequence halts before it has learned to
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)
