@@ -187,7 +187,7 @@ def test_without_rules_the_column_answer_judges(run_solve):
     assert "\n100101\nnot judged: the rules are not known" in run_solve("exchange", "a.txt")
     assert "2 of 2 not judged" in run_solve("exchange", "011010\n011010")
     results = {"100101": "right", "1 0 0 1 0 1": "right", "000101": "wrong", "": "not judged",
-               "1.0E+5": "not judged"}
+               "1E+5": "not judged"}
     lines = ["question,answer", *[f"011010,{answer}" for answer in results]]
     rows = solve_rows(run_solve, "exchange", lines)
     assert [row["result"] for row in rows] == list(results.values())
