@@ -259,10 +259,10 @@ class Device:
         """
         share = settings.global_batch_size // self.world
         size = settings.micro_batch_size or share
-        if self.type == "cpu" and flops * size > CPU_FLOP:
-            limit = max(1, int(CPU_FLOP / flops))
-            size = max(n for n in range(1, limit + 1) if share % n == 0)
-        return size
+        if self.type != "cpu":
+            return size
+        # one sequence, whatever it takes
+        return max(n for n in range(1, size + 1) if share % n == 0 and (n == 1 or n * flops <= CPU_FLOP))
 
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
@@ -350,9 +350,8 @@ def check_batch_size(settings, device):
                         f"{device.world} replicas")
     size = settings.micro_batch_size
     if size and share % size:
-        fitting = max(n for n in range(1, size) if share % n == 0)
-        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
-                        "does, and any other size gives the same result")
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: all that "
+                        "do give the same result")
 
 
 def peak_flops(device):
