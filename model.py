@@ -404,8 +404,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, num_heads):
         super().__init__()
-        if width % num_heads:
-            raise ValueError(f"hidden_size {width} must be a multiple of num_heads {num_heads}")
+        if width % (2 * num_heads):  # rotate() halves the channels of a head
+            raise ValueError(f"hidden_size {width} must be a multiple of {2 * num_heads}, twice num_heads")
         self.num_heads = num_heads
         self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
@@ -457,10 +457,7 @@ class Net(nn.Module):
         self.has_rope = settings.pos_encodings == "rope" and not settings.mlp_t
         if self.has_rope:
             # an angle for each position and channel of a head, its two halves alike
-            d, rest = divmod(settings.hidden_size, 2 * settings.num_heads)
-            if rest:
-                raise ValueError(f"rope needs a hidden_size that is a multiple of {2 * settings.num_heads}, "
-                                 "twice the num_heads")
+            d = settings.hidden_size // (2 * settings.num_heads)
             frequencies = 10000.0 ** (-torch.arange(d).float() / d)
             angle = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
             self.register_buffer("cos", angle.cos(), persistent=False)  # [L, d]
