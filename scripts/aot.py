@@ -39,12 +39,6 @@ from runtime import process
 from runtime.errors import UserError
 from runtime.replay import Replayable
 
-
-class Settings:
-    # what to compile for
-    tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
-
-
 # Slices in libtpu's words. The number in the name of a v4 or v5p counts cores, two per chip.
 TOPOLOGIES = {
     "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4",
@@ -52,6 +46,13 @@ TOPOLOGIES = {
     "v5e-1": "v5e:1x1", "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
+
+
+class Settings:
+    # what to compile for
+    tpu: configurator.one_of(TOPOLOGIES) = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
+
+
 # How torch_xla runs the cores of a chip, in libtpu's words: megacore joins two cores into one.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
 ALL_REDUCE = torch.ops._c10d_functional
@@ -64,8 +65,6 @@ def main(argv):
     aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + flags)
     train.check_settings(settings)
-    if aot_settings.tpu not in TOPOLOGIES:
-        raise UserError(f"tpu must be one of {', '.join(TOPOLOGIES)}, not {aot_settings.tpu!r}")
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
 
