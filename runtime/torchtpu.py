@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.device import TORCHRUN, Device
 from runtime.errors import UserError
-from runtime.replay import Replayable, write_out_attention
+from runtime.replay import Replayable, replayed, write_out_attention
 
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/ExperimentalApi/>")
 
@@ -57,19 +57,8 @@ class TPUDevice(Device):
         return fn  # compile_step() compiles the whole step
 
     def compile_step(self, fn):
-        """Returns fn(state, inputs, *static) as one program for each static: captured once, then replayed.
-
-        What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off operations run one by one.
-        """
-        programs = {}
-
-        def call(state, inputs, *static):
-            if static not in programs:
-                programs[static] = self.capture(fn, state, inputs, *static)
-            return programs[static](state, inputs)
-
-        return call if self.compiles else fn
+        """See replay.replayed. With --compile=off operations run one by one."""
+        return replayed(self.capture, fn) if self.compiles else fn
 
     def capture(self, fn, state, inputs, *static):
         """Compiles fn and returns a function with its arguments and results, which runs the program."""

@@ -19,7 +19,7 @@ import torch_xla.runtime as xr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runtime.device import Device, Place
-from runtime.replay import Replayable, write_out_attention
+from runtime.replay import Replayable, replayed, write_out_attention
 
 XLAC = torch_xla._XLAC
 # where replicas are threads, one compiles while it holds this lock, and the others find its program
@@ -90,19 +90,8 @@ class XLADevice(Device):
         return fn  # compile_step() compiles the whole step
 
     def compile_step(self, fn):
-        """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
-
-        What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off fn is traced at every call, as torch_xla's programs usually are.
-        """
-        programs = {}
-
-        def call(state, inputs, *static):
-            if static not in programs:
-                programs[static] = Program(self, fn, state, inputs, static)
-            return programs[static].run(state, inputs)
-
-        return partial(self.call_lazily, fn) if self.is_lazy else call
+        """See replay.replayed. With --compile=off fn is traced at every call, as is usual with torch_xla."""
+        return partial(self.call_lazily, fn) if self.is_lazy else replayed(partial(Program, self), fn)
 
     def call_lazily(self, fn, state, inputs, *static):
         """Traces fn, and runs what it has traced."""
@@ -178,19 +167,19 @@ class XLADevice(Device):
 # A step
 
 class Program:
-    """A step as one program, captured and compiled; run() then replays it.
+    """A step as one program, captured and compiled; a call replays it.
 
     Args:
         device: an XLADevice.
         fn, state, inputs, static: the step, a function (state, inputs, *static), and its arguments.
     """
 
-    def __init__(self, device, fn, state, inputs, static):
+    def __init__(self, device, fn, state, inputs, *static):
         self.device = device
-        computation = self.capture(fn, state, inputs, static)
+        computation = self.capture(fn, state, inputs, *static)
         self.compile(computation, state, inputs)
 
-    def capture(self, fn, state, inputs, static):
+    def capture(self, fn, state, inputs, *static):
         """Traces the step and returns its computation, not compiled."""
         device = self.device
         try:
@@ -238,7 +227,7 @@ class Program:
         order = sorted(parameters.keys() - {-1})  # -1: an unused input
         return [parameters[p] for p in order]
 
-    def run(self, state, inputs):
+    def __call__(self, state, inputs):
         """Runs the program, in place on state, and returns the step's outputs."""
         arguments = self.arguments(state, inputs)  # kept: freeing one would wait for the program
         results = XLAC._run_cached_graph(self.hash, [arguments[i] for i in self.order])
