@@ -96,6 +96,7 @@ class Device:
     type: "cpu", "cuda", "xla" or "tpu". rank: this replica's number among `world`. host: its host's number.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
+    has_scan = False  # micro-batches are a loop inside a program of XLA, by scan()
 
     def __init__(self, device_type, settings, place=None):
         """place: which replica this is; None: as the environment says."""
@@ -265,7 +266,7 @@ class Device:
         return max(n for n in range(1, size + 1) if share % n == 0 and (n == 1 or n * flops <= CPU_FLOP))
 
     def for_each_micro_batch(self, body, sums, weights, batch, size):
-        """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
+        """Runs body(weights, micro_batch) on each micro-batch.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
@@ -280,6 +281,11 @@ class Device:
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences
+        if self.has_scan and size < num_sequences:
+            micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
+            sums, results = self.scan(body, sums, weights, micro_batches)
+            return sums, tree_map(lambda t: t.flatten(0, 1), results)
+
         results = []
         began = 0.0
         for first in range(0, num_sequences, size):

@@ -32,6 +32,7 @@ class TPUDevice(Device):
     def __init__(self, settings):
         super().__init__("tpu", settings)
         self.compiles = settings.compile != "off"
+        self.has_scan = self.compiles
         self.name = torch.tpu.get_device_name()  # a name of PEAK_FLOPS
         self.num_programs = 0
         self.compile_seconds = 0.0
@@ -94,17 +95,12 @@ class TPUDevice(Device):
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return trace(step, tree_map(mode.from_tensor, (state, inputs)))
 
-    def for_each_micro_batch(self, body, sums, weights, batch, size):
-        """Runs body in a loop inside the program, whose memory does not grow with its length.
+    def scan(self, body, sums, weights, micro_batches):
+        """Runs body on micro_batches [n, size, ...] in a loop, whose memory does not grow with its length.
 
-        With --compile=off it runs the operations of one micro-batch after the other.
+        Returns the sums and the trees of body, [n, size, ...].
         """
-        if not self.compiles or size in (0, len(tree_leaves(batch)[0])):
-            return super().for_each_micro_batch(body, sums, weights, batch, size)
-
         # the loop takes flat lists of tensors, and the graph of its body
-        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
-
         def step(sums, micro_batch, weights):
             addends, result = body(weights, micro_batch)
             return tree_map(torch.add, sums, addends), tree_map(torch.clone, result)
@@ -115,8 +111,7 @@ class TPUDevice(Device):
             graph, constants, structure = trace(step, examples)
         results = scan_op(
             graph, tree_leaves(sums), tree_leaves(micro_batches), [*tree_leaves(weights), *constants])
-        sums, results = tree_unflatten(list(results), structure)
-        return sums, tree_map(lambda t: t.flatten(0, 1), results)
+        return tree_unflatten(list(results), structure)
 
     def counts(self):
         return {"tpu/compiles": self.num_programs, "tpu/compile_time": self.compile_seconds}

@@ -33,7 +33,8 @@ class XLADevice(Device):
         place = Place(rank=xr.global_ordinal(), world=xr.world_size(), host=xr.host_index())
         super().__init__("xla", settings, place)
         self.compiles = True
-        self.is_lazy = settings.compile == "off"  # a step is traced at each call, and not captured
+        # with --compile=off a step is traced at each call, and its memory grows with its micro-batches
+        self.has_scan = settings.compile != "off"
         self.torch_device = torch_xla.device()
         self.replicas_are_threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
@@ -91,7 +92,7 @@ class XLADevice(Device):
 
     def compile_step(self, fn):
         """See replay.replayed. With --compile=off fn is traced at every call, as is usual with torch_xla."""
-        return partial(self.call_lazily, fn) if self.is_lazy else replayed(partial(Program, self), fn)
+        return replayed(partial(Program, self), fn) if self.has_scan else partial(self.call_lazily, fn)
 
     def call_lazily(self, fn, state, inputs, *static):
         """Traces fn, and runs what it has traced."""
@@ -123,29 +124,25 @@ class XLADevice(Device):
             result.cpu()
         torch_xla.sync()
 
-    def for_each_micro_batch(self, body, sums, weights, batch, size):
-        """Runs body in a loop inside the program, whose memory does not grow with its length.
+    def scan(self, body, sums, weights, micro_batches):
+        """Runs body on micro_batches [n, size, ...] in a loop, whose memory does not grow with its length.
 
-        With --compile=off the program has no loop, and its memory grows with the number of micro-batches.
+        Returns the sums and the trees of body, [n, size, ...].
         """
         from torch_xla.experimental.scan import _scan_impl_pytree
-
-        if self.is_lazy or size in (0, len(tree_leaves(batch)[0])):
-            return super().for_each_micro_batch(body, sums, weights, batch, size)
 
         def scan_body(carry, micro_batch):
             sums, weights = carry
             # the scan turns bools into integers
-            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, batch)
+            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, micro_batches)
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
             # the scan does not accept the same tensors as its next carry
             weights = {name: w * 1 for name, w in weights.items()}
             return (sums, weights), result
 
-        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
         (sums, _), results = _scan_impl_pytree(scan_body, (sums, weights), micro_batches)
-        return sums, tree_map(lambda t: t.flatten(0, 1), results)
+        return sums, results
 
     def peak_memory(self):
         with suppress(RuntimeError):  # the CPU has no such number
