@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import textwrap
-import threading
 import urllib.parse
 from contextlib import nullcontext, suppress
 from multiprocessing import TimeoutError
@@ -220,12 +219,11 @@ class Mirror:
         self.bucket = bucket
         self.copied = set()  # versions of files that the bucket has had
         self.error = None  # of the last copy
-        self.lock = threading.Lock()  # one thread copies at a time
+        self.pool = ThreadPool(1)  # its thread, which does not keep the process alive, copies
 
     def update(self):
-        """Begins to copy what is new, in a thread that does not keep the process alive."""
-        self.thread = threading.Thread(target=self.work, daemon=True)
-        self.thread.start()
+        """Begins to copy what is new, once the copies before have ended."""
+        self.last_copy = self.pool.apply_async(self.try_copy)
 
     def close(self, seconds, stop):
         """Copies what is new, within the given time, or stop_seconds once stop() returns true.
@@ -235,29 +233,25 @@ class Mirror:
         # say so before what may take minutes
         self.checkpoints.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
         self.update()
-        while self.thread.is_alive() and seconds > 0:
-            self.thread.join(1)
+        while not self.last_copy.ready() and seconds > 0:
+            self.last_copy.wait(1)
             seconds -= 1
             if stop():
                 seconds = min(seconds, self.stop_seconds)
-        is_complete = not (self.thread.is_alive() or self.error)
+        is_complete = self.last_copy.ready() and not self.error
         if not is_complete:
             self.checkpoints.say("upload not complete; --init_from=auto uploads the rest")
         return is_complete
 
-    def work(self):
-        with self.lock:
-            # of the threads that have waited, the last one copies
-            if threading.current_thread() is not self.thread:
-                return
-            try:
-                self.copy()
-                self.error = None
-            except Exception as e:  # whatever it is, training continues
-                # a row of errors gets one line
-                if not self.error:
-                    self.checkpoints.say(f"upload failed, the next checkpoint tries again: {e}")
-                self.error = e
+    def try_copy(self):
+        try:
+            self.copy()
+            self.error = None
+        except Exception as e:  # whatever it is, training continues
+            # a row of errors gets one line
+            if not self.error:
+                self.checkpoints.say(f"upload failed, the next checkpoint tries again: {e}")
+            self.error = e
 
     def copy(self):
         """Copies what is new."""
