@@ -44,7 +44,7 @@ class Settings:
     """All settings are train.py's."""
 
 
-HOUSES = weights.EXAMPLES.resolve() / "houses.py"
+HOUSES = str(weights.EXAMPLES / "houses.py")
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
@@ -155,7 +155,7 @@ def write_page(paths, target, train_arguments):
 def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see solve.load. Raises UserError."""
     trm, settings = solve.load(path, train_arguments)
-    problem = problem_of(trm, settings)
+    problem = problem_of(trm, settings, weights.own_forks(solve.file_of(path)))
     if problem:
         raise UserError(f"{path}: {problem}: a page cannot compute it, scripts/solve.py can")
     kind = kind_of(trm.task)
@@ -203,8 +203,13 @@ def base64_of(t):
     return base64.b64encode(bits).decode()
 
 
-def problem_of(trm, settings):
-    """Returns why engine.js cannot run a model, in words, or ""; trm, settings: the results of solve.load."""
+def problem_of(trm, settings, own_forks):
+    """Returns why engine.js cannot run a model, in words, or "".
+
+    Args:
+        trm, settings: the results of solve.load.
+        own_forks: the paths of the forks in examples/ that trained it.
+    """
     # a fork that is not among the arguments may have replaced anything
     missing = missing_forks(trm.forks, settings.forks)
     if missing:
@@ -213,8 +218,7 @@ def problem_of(trm, settings):
     if num_identifiers > 1:
         return f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
     # engine.js knows the network of one fork, alone or with an optimizer
-    paths = [Path(argument).resolve() for argument in settings.argv]
-    if HOUSES in paths and settings.forks.keys() <= {"houses.py", "sizes.py", "soap.py"}:
+    if HOUSES in own_forks and settings.forks.keys() <= {"houses.py", "sizes.py", "soap.py"}:
         return ""
 
     # model.py may have been edited
