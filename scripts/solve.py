@@ -91,7 +91,7 @@ def main(argv):
     try:
         questions = parse(kind.task, text)
     except UserError as e:
-        raise UserError(f"{place or 'no such file; as a text, '}{e}") from None
+        raise UserError(f"{place}{e}") from None
     check_questions(kind, questions, known_answers, place)
     is_file = known_answers or len(questions) > 1 or output_settings.output
     if is_file and (output_settings.steps or output_settings.plot):
@@ -117,7 +117,7 @@ def check_new_file(path):
 def read_source(source):
     """Returns where puzzles stand, for messages, their text, and {line: known answer} for those of a .csv.
 
-    source: a file, or the text itself, which stands nowhere. Raises UserError.
+    source: a file, or the text itself. Raises UserError.
     """
     place = f"{source}: "
     if re.search(r"\.[ct]sv(\.gz)?$", source.lower()):
@@ -130,7 +130,7 @@ def read_source(source):
             known_answers[number] = row.get("answer") or ""
         return place, "\n".join(lines), known_answers
     if not os.path.exists(source):
-        return "", source, {}
+        return "no such file; as a text, ", source, {}
     with open_text(source) as f:
         return place, f.read(), {}
 
