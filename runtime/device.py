@@ -96,7 +96,7 @@ class Device:
     type: "cpu", "cuda", "xla" or "tpu". rank: this replica's number among `world`. host: its host's number.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
-    has_scan = False  # micro-batches are a loop inside a program of XLA, by scan()
+    captures_steps = False  # a step is one program, in which scan() is the loop over micro-batches
 
     def __init__(self, device_type, settings, place=None):
         """place: which replica this is; None: as the environment says."""
@@ -281,7 +281,7 @@ class Device:
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences
-        if self.has_scan and size < num_sequences:
+        if self.captures_steps and size < num_sequences:
             micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
             sums, results = self.scan(body, sums, weights, micro_batches)
             return sums, tree_map(lambda t: t.flatten(0, 1), results)

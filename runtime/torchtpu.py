@@ -31,8 +31,7 @@ class TPUDevice(Device):
 
     def __init__(self, settings):
         super().__init__("tpu", settings)
-        self.compiles = settings.compile != "off"
-        self.has_scan = self.compiles
+        self.compiles = self.captures_steps = settings.compile != "off"
         self.name = torch.tpu.get_device_name()  # a name of PEAK_FLOPS
         self.num_programs = 0
         self.compile_seconds = 0.0
@@ -59,7 +58,7 @@ class TPUDevice(Device):
 
     def compile_step(self, fn):
         """See replay.replayed. With --compile=off operations run one by one."""
-        return replayed(self.capture, fn) if self.compiles else fn
+        return replayed(self.capture, fn) if self.captures_steps else fn
 
     def capture(self, fn, state, inputs, *static):
         """Compiles fn and returns a function with its arguments and results, which runs the program."""
