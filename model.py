@@ -405,7 +405,7 @@ class Attention(nn.Module):
     def __init__(self, width, num_heads):
         super().__init__()
         if width % (2 * num_heads):  # rotate() halves the channels of a head
-            raise ValueError(f"hidden_size {width} must be a multiple of {2 * num_heads}, twice num_heads")
+            raise ValueError(f"hidden_size {width} must be a multiple of twice num_heads {num_heads}")
         self.num_heads = num_heads
         self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)

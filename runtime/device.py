@@ -260,10 +260,10 @@ class Device:
         """
         share = settings.global_batch_size // self.world
         size = settings.micro_batch_size or share
-        if self.type != "cpu":
-            return size
-        # one sequence, whatever it takes
-        return max(n for n in range(1, size + 1) if share % n == 0 and (n == 1 or n * flops <= CPU_FLOP))
+        if self.type == "cpu" and flops * size > CPU_FLOP:
+            limit = max(1, int(CPU_FLOP / flops))
+            size = max(n for n in range(1, limit + 1) if share % n == 0)
+        return size
 
     def for_each_micro_batch(self, body, sums, weights, batch, size):
         """Runs body(weights, micro_batch) on each micro-batch.
