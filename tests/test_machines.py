@@ -37,13 +37,6 @@ def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_bins,
     assert f".{operation}." in program and "index_add" not in program
 
 
-def test_both_ways_to_add_up_bins_agree():
-    entries = torch.randn(50, 3)
-    bins = torch.randint(0, 7, (50,))
-    want = torch.zeros(7, 3).index_put((bins,), entries, accumulate=True)
-    assert torch.allclose(optim.add_up(entries, bins, 7), want, atol=1e-5)
-
-
 def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch, capsys):
     """As without Triton or a C compiler, after a run of this process whose step was compiled."""
     torch._dynamo.reset()

@@ -408,7 +408,7 @@ def test_page_warns_if_the_search_for_solutions_was_too_long(browser):
 
 
 def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, models_folder):
-    """100 puzzles by examples/houses.py. The page computes its other model without the fork."""
+    """By examples/houses.py. The page computes its other model without the fork."""
     houses = f"{models_folder}/houses"
     plain = f"{models_folder}/model.pt"
     TrainProcess([houses, plain, "--eval_halt_max_steps=3", "page.html"], script="export").output()
@@ -417,7 +417,7 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
     TrainProcess([houses, os.path.relpath(forks[0]), "named.html"], script="export").output()
     url = f"file://{os.getcwd()}/page.html"
     browser.open(url)
-    for rows, n in zip(BOXES, (40, 40, 16, 3, 1), strict=True):
+    for rows, n in zip(BOXES, (9, 9, 6, 2, 1), strict=True):
         browser.click(f'input[value="{rows}×{rows}"]')
         assert browser.js("filled().length") == rows
 
