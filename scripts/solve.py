@@ -1,6 +1,6 @@
 """Solves puzzles with a trained model.
 
-    python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the model of models/ for this size
+    python scripts/solve.py 2.....4...6.....156....2..3.5.......      by the smallest of models/ for this size
     python scripts/solve.py out/demo puzzle.txt                        by the newest checkpoint of a run
     python scripts/solve.py out/maze/best.pt maze.txt --steps --eval_halt_max_steps=64
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_attempts=1
@@ -62,8 +62,6 @@ class Settings:
 
 
 ATTEMPTS = 8  # at most, unless --eval_attempts says otherwise
-# The models of a puzzle alone; the last one takes Sudokus of every size.
-MODELS = "sudoku-6x6.pt", "maze-6x6.pt", "sudoku.pt"
 
 
 def main(argv):
@@ -352,11 +350,14 @@ def file_of(path):
 
 
 def choose_model(text):
-    """Returns the path of the first of MODELS that takes the puzzles in a text. Raises UserError."""
-    for name in MODELS:
-        path = os.path.relpath(f"{ROOT}/models/{name}")
+    """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError.
+
+    Models of a fork, which may take every size, come last.
+    """
+    paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
+    for path in sorted(paths, key=lambda path: (len(weights.own_forks(path)), os.path.getsize(path))):
         kind = kind_of(read_torch_file(path)["task"])
-        kinds = weights.sizes_of(kind) if name == MODELS[-1] else [kind]
+        kinds = weights.sizes_of(kind) if weights.own_forks(path) else [kind]
         if taking(kinds, text):
             print(f"by {path}", flush=True)
             return path
