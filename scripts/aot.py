@@ -97,14 +97,16 @@ def open_engine(settings, chips):
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chips)
-        return train.open_device("tpu", settings), lower_torchtpu
-
-    # one replica of torch_xla on the CPU; the variable makes it keep the all-reduce
-    os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    replica = train.open_device("xla", settings)
-    replica.name = "TPU"
+        replica = train.open_device("tpu", settings)
+        lower = lower_torchtpu
+    else:
+        # one replica of torch_xla on the CPU; the variable makes it keep the all-reduce
+        os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
+        replica = train.open_device("xla", settings)
+        replica.name = "TPU"
+        lower = lower_xla
     replica.world = chips
-    return replica, lower_xla
+    return replica, lower
 
 
 def lower_xla(replica, step, state, inputs):
