@@ -99,7 +99,7 @@ class Evaluator:
         """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
-        check_values(result.values, (*model.METRICS, *model.LOSS_TERMS), len(is_new))
+        check_values(result.values, (), len(is_new))
 
         # keep the answers that count; slots whose answer is final halt
         answers = update_answers(micro_batch["answers"], result, is_new)
