@@ -67,22 +67,24 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
-    values = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
+    given = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
     # Ray Train, accelerate and Lightning join the processes themselves
     has_joined = dist.is_initialized()
-    has_all = all(map(os.environ.get, TORCHRUN))
-    if not (has_joined or has_all) and values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1"):
+    has_all = all(given[name] for name in TORCHRUN)
+    if not (has_joined or has_all) and given["RANK"] in ("", "0") and given["WORLD_SIZE"] in ("", "1"):
         return Place()
-    with suppress(ValueError):
-        numbers = (int(value or 0) for name, value in values.items() if name != "MASTER_ADDR")
-        rank, world, port, local_rank, host = numbers
+    with suppress(ValueError):  # of a variable that is no number
+        local_rank = int(given["LOCAL_RANK"] or 0)
+        host = int(given["GROUP_RANK"] or 0)
         if has_joined:
             return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
+        rank = int(given["RANK"])
+        world = int(given["WORLD_SIZE"])
         # torch would wait for a rank beyond the others
-        if has_all and 0 <= rank < world and 0 < port < 2 ** 16:
+        if has_all and 0 <= rank < world and 0 < int(given["MASTER_PORT"]) < 2 ** 16:
             return Place(rank, world, local_rank, host, joins=True)
-    given = " ".join(f"{name}={value}" for name, value in values.items())
-    raise UserError(f"{given} in the environment: several replicas need the first four, as torchrun "
+    variables = " ".join(f"{name}={value}" for name, value in given.items())
+    raise UserError(f"{variables} in the environment: several replicas need the first four, as torchrun "
                     "sets them, RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
                     "`env -u RANK -u WORLD_SIZE python train.py ...`")
 
