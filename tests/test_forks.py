@@ -30,13 +30,12 @@ from data import Dataset
 from runtime.errors import UserError
 from train import open_device
 
-EXAMPLES = "rsm infiloop fprm chains symbols houses"
+EXAMPLES = "rsm infiloop fprm symbols houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES.split()]
 FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=8", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
-    chains=["--chains=3"],
     rsm=["--H_cycles=3", "--L_cycles=2"],
     symbols=[f"{ROOT}/examples/soap.py"])
 each_fork = pytest.mark.parametrize("fork", FORK_PATHS, ids=lambda path: Path(path).stem)
@@ -81,9 +80,9 @@ def xla_fork(rank, argv):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("names", ["rsm", "infiloop shampoo", "chains", "houses"])
+@pytest.mark.parametrize("names", ["rsm", "infiloop shampoo", "houses"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
-    """What the latents of fprm and symbols have, those of infiloop, chains and houses have, too."""
+    """What the latents of fprm and symbols have, those of infiloop and houses have, too."""
     fork, *others = [path for path in FORK_PATHS if Path(path).stem in names.split()]
     flags = flags_of(fork, *others, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
