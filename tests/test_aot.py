@@ -1,5 +1,6 @@
 """scripts/aot.py at tiny sizes: what the TPU's own compiler makes of a step, and wrong input in words."""
 import json
+from pathlib import Path
 
 import aot
 import pytest
@@ -45,7 +46,7 @@ def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
         aot.main([*SMALL, *flags])
 
 
-def test_what_other_units_do_has_no_schedule_and_does_not_count(tmp_path):
+def test_what_other_units_do_has_no_schedule_and_does_not_count():
     """A gather on a v6e's SparseCores, as libtpu 0.0.52 writes it."""
     program = """HloModule step
 
@@ -57,7 +58,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
   ROOT %add.1 = f32[4] fusion(%a), backend_config={"estimated_cycles":"100"}
 }
 """
-    (tmp_path / "step.after_codegen.txt").write_text(program)
-    (tmp_path / f"{'1' * 19}-add.1-01-final_bundles.txt").write_text("  0x0 : { nop }\n" * 40)
-    figures = aot.read_dump(tmp_path, clock=1e9)
+    Path("step.after_codegen.txt").write_text(program)
+    Path(f"{'1' * 19}-add.1-01-final_bundles.txt").write_text("  0x0 : { nop }\n" * 40)
+    figures = aot.read_dump(Path(), clock=1e9)
     assert (figures["schedules_ms"], figures["cost_model_ms"]) == pytest.approx((40e-6, 100e-6))
