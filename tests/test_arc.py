@@ -146,8 +146,7 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
 
 @pytest.mark.parametrize("solutions", [{"gone": [[[1]]]}, {"a": []}, {"a": 3}])
 def test_solutions_of_other_challenges_are_refused(solutions):
-    challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}
-    Path("k_training_challenges.json").write_text(json.dumps(challenges))
+    Path("k_training_challenges.json").write_text(json.dumps({"a": TASK}))
     Path("k_training_solutions.json").write_text(json.dumps(solutions))
     with pytest.raises(UserError, match="k_training_solutions.json: task .* one for each test input"):
         build("out", source="k", subsets="training", test_subset="training", num_aug=0)
