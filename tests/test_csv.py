@@ -1,4 +1,5 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
+import random
 import re
 import runpy
 from pathlib import Path
@@ -43,11 +44,9 @@ def rows_of(folder, split):
 
 def random_rows(n, cells=9, alphabet="123"):
     """Returns n rows with different questions, where an empty cell is a dot."""
-    rng = np.random.default_rng(0)
-    answers = rng.choice(list(alphabet), (9 * n, cells))
-    questions = np.where(rng.random(answers.shape) < 0.5, answers, ".")
-    rows = {"".join(question): "".join(answer) for question, answer in zip(questions, answers)}
-    return [f"{question},{answer}" for question, answer in rows.items()][:n]
+    draw = random.Random(0)
+    questions = dict.fromkeys("".join(draw.choices(alphabet + ".", k=cells)) for _ in range(9 * n))
+    return [f"{question},{question.replace('.', alphabet[0])}" for question in questions][:n]
 
 
 # Datasets
