@@ -310,16 +310,14 @@ def test_processes_that_generate_end_by_themselves(monkeypatch):
     assert {process.exitcode for process in processes} == {0}
 
 
-def test_copies_have_one_solution_and_are_never_test_puzzles():
-    """More training puzzles leave the test set as it is."""
+def test_copies_are_never_test_puzzles():
+    """More training puzzles leave the test set as it is. test_attempts.py says that copies keep the rules."""
     few = prepare("few", **SMALL | dict(num_test=800))
     path = prepare("many", **SMALL | dict(num_test=800, num_train=300, num_aug=20))
     train = Dataset(path, "train")
     test = Dataset(path, "test")
     assert np.array_equal(test.inputs, Dataset(few, "test").inputs)
     assert set(keys_of(test.inputs)).isdisjoint(keys_of(train.inputs))
-    assert sudoku_of(4).judge(train.inputs, train.labels).solved.all()
-    assert (sudoku_of(4).num_solutions(train.inputs) == 1).all()
 
 
 # (the dataset's digest, a batch's digest): integers and seeded draws make them, so they hold on any machine
