@@ -100,20 +100,18 @@ class Browser:
         self.view = QtWebEngineWidgets.QWebEngineView()
         self.page = Page(self.view)
         self.page.setUrlRequestInterceptor(self.no_network)
+        self.loaded = []  # for each page whether it could be loaded
+        self.page.loadFinished.connect(self.loaded.append)
         self.view.setPage(self.page)
         self.view.show()
 
     def open(self, url):
         from PyQt6.QtCore import QUrl
         for address in "about:blank", url:
+            self.loaded.clear()
             self.page.setUrl(QUrl(address))
-            self.wait_for_signal(self.page.loadFinished)
+            self.wait(lambda: self.loaded)
         self.until("run && question.length === cellCount()")
-
-    def wait_for_signal(self, signal):
-        calls = []
-        signal.connect(calls.append)
-        self.wait(lambda: calls)
 
     def wait(self, condition, pause=5):
         end = time.monotonic() + 60
