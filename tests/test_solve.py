@@ -149,27 +149,20 @@ def test_an_attempt_ends_once_its_answer_repeats(solved):
     assert len(lengths) > 1
 
 
-def test_a_file_of_puzzles_is_solved_as_the_evaluation_does(run_solve, evaluation, monkeypatch):
-    questions, answers, labels = evaluation
-    results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
-    monkeypatch.setattr(weights, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
-    rows = solve_rows(run_solve, "sudoku", ["question", *questions], "--eval_attempts=1")
-    assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
-        map(list, zip(questions, answers, results)))
-    with pytest.raises(UserError, match="b.csv: must be a new file"):
-        solve_rows(run_solve, "sudoku", ["question", *questions])
-
-
-def test_attempts_at_a_file_of_puzzles_are_those_of_the_model(run_solve, evaluation, monkeypatch):
-    """load_model in a notebook and solve.py try the same copies, until the same answers are sure."""
+def test_a_file_of_puzzles_is_solved_as_in_a_notebook(run_solve, evaluation, monkeypatch):
+    """load_model and solve.py try the same copies, until the same answers are sure."""
     monkeypatch.setattr(models, "SURE", 0.05)
-    monkeypatch.setattr(weights, "CELLS_AT_A_TIME", 16 * 7)
-    questions = evaluation[0][:20]
+    monkeypatch.setattr(weights, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
+    questions, _, labels = [texts[:20] for texts in evaluation]
     rows = solve_rows(run_solve, "sudoku", ["question", *questions])
     answers, sure = weights.solve(load_model("model.pt"), questions, 4, 8)
-    assert [row["answer"] for row in rows] == answers
+    results = ["right" if answer == label else "wrong" for answer, label in zip(answers, labels)]
+    assert [[row["question"], row["answer"], row["result"]] for row in rows] == list(
+        map(list, zip(questions, answers, results)))
     assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
     assert len({row["attempts"] for row in rows}) > 2
+    with pytest.raises(UserError, match="b.csv: must be a new file"):
+        solve_rows(run_solve, "sudoku", ["question", *questions])
 
 
 def solve_rows(run_solve, model, lines, *flags):
