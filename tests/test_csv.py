@@ -2,6 +2,7 @@
 import random
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from runtime.saved import check_task
 
 
 def build(folder, flags):
-    return prepare_csv.main(configure(prepare_csv.Settings, [f"--output_dir={folder}", *flags.split()]))
+    return prepare_csv.main(configure(prepare_csv.Settings, [f"--output_dir={folder}", *shlex.split(flags)]))
 
 
 def write(path, *rows):
@@ -95,8 +96,8 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
     assert rows == {f"{symbol * 25},{symbol * 25}" for symbol in "123"}
 
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
-    flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
-    assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
+    folder = build("y", f"--train_csv={path} --holdout=1 --symbols=' 12'")
+    assert Dataset(folder, "test").task["symbols"] == "_ 12"
 
 
 @pytest.mark.parametrize("path, separator", [("of.tsv.files/all.csv", ","), ("all.TSV", "\t")])
@@ -183,9 +184,9 @@ SUDOKUS = ".234341221434321,1234341221434321", "..34341221434321,123434122143432
 def test_a_class_that_extends_a_kind_has_datasets_of_any_size(kinds, base, symbols, rows, num_copies, capsys):
     """With as many copies as there can be."""
     kinds["mine"] = type("Mine", (base,), {})
-    flags = f"--train_csv={write('all.csv', *rows)}", "--holdout=1", "--kind=mine", "--num_aug=9"
-    path = prepare_csv.main(configure(prepare_csv.Settings, [*flags, f"--symbols={symbols}"]))
-    train = Dataset(path, "train")
+    path = write("all.csv", *rows)
+    flags = f"--train_csv={path} --holdout=1 --kind=mine --num_aug=9 --symbols='{symbols}'"
+    train = Dataset(build("x", flags), "train")
     assert len(train) == 1 + num_copies
     larger = kind_of(train.task).resized(81)
     assert type(larger) is kinds["mine"] and larger.task["grid"] == [9, 9]
