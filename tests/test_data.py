@@ -347,26 +347,22 @@ OTHERS = [[text[::-1] for text in puzzle] for puzzle in (A, B)]
 TWO = "12" + "." * 14, "1234341221434321"  # one of its answers
 
 
-@pytest.fixture
-def from_csv():
-    """A function that makes a 4x4 dataset of two lists of lines, and returns its training puzzles."""
-    def from_csv(train, test, **changes):
-        for name, rows in ("train", train), ("test", test):
-            lines = [row if isinstance(row, str) else ",".join(row) for row in rows]
-            Path(f"{name}.csv").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
-        files = dict(train_csv="train.csv", test_csv="test.csv")
-        path = str(len(os.listdir()))
-        prepare(path, **files, size=4, num_aug=0, **changes)
-        return [sudoku_of(4).text(row) for row in Dataset(path, "train").inputs]
-
-    return from_csv
+def from_csv(train, test, **changes):
+    """Makes a 4x4 dataset of two lists of lines, and returns its training puzzles."""
+    for name, rows in ("train", train), ("test", test):
+        lines = [row if isinstance(row, str) else ",".join(row) for row in rows]
+        Path(f"{name}.csv").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    files = dict(train_csv="train.csv", test_csv="test.csv")
+    path = str(len(os.listdir()))
+    prepare(path, **files, size=4, num_aug=0, **changes)
+    return [sudoku_of(4).text(row) for row in Dataset(path, "train").inputs]
 
 
 HEADER = "question,answer"
 TEST = [HEADER, *OTHERS]
 
 
-def test_the_first_wrong_row_of_a_long_file_is_named(from_csv, monkeypatch):
+def test_the_first_wrong_row_of_a_long_file_is_named(monkeypatch):
     """Beyond the first block of rows."""
     monkeypatch.setattr(prepare_files, "ROWS", 1)
     with pytest.raises(UserError, match=r"train\.csv:4: row 1, column 1 of the answer breaks a rule"):
@@ -383,13 +379,13 @@ def test_the_first_wrong_row_of_a_long_file_is_named(from_csv, monkeypatch):
     (["id,Puzzle, Solution ,clues", f"7,{','.join(A)},9", f"8,{','.join(B)},9"], 0),
     (["unsolved,solved,difficulty", (*A, "1.7"), (*B, "1"), (*TWO, "0.2")], 1),
 ])
-def test_csv_files_of_other_programs(rows, min_difficulty, from_csv):
+def test_csv_files_of_other_programs(rows, min_difficulty):
     """With a byte order mark."""
     test = ["question,answer,rating", *((*puzzle, "9") for puzzle in OTHERS)]
     assert from_csv(rows, test, min_difficulty=min_difficulty) == [A[0], B[0]]
 
 
-def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(from_csv, capsys):
+def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(capsys):
     """So many puzzles are drawn as were asked for, and the same ones as without those rows."""
     rows = [HEADER, A, A, TWO, TWO, B]
     for seed in range(4):
@@ -404,7 +400,7 @@ def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(from_csv,
         from_csv([HEADER, TWO], TEST)
 
 
-def test_rows_of_the_test_set_and_easy_rows_are_left_out(from_csv, capsys):
+def test_rows_of_the_test_set_and_easy_rows_are_left_out(capsys):
     rated = ["question,answer,rating", (*A, "7"), (*B, ""), (*OTHERS[0], "9")]
     assert from_csv(rated, [rated[0], *rated[2:]], min_difficulty=3) == [A[0]]
     assert "left out, since the test set has them: 1\n" in capsys.readouterr().out
