@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import solve
 import torch
-from helpers import ROOT, TrainProcess, flip_a_bit, in_new_process, run
+from helpers import ROOT, TrainProcess, flip_a_bit, run
 from test_forks import flags_of
 
 import model as models
@@ -80,21 +80,15 @@ def test_weights_that_other_code_has_wrapped(evaluation):
 
 
 def test_a_fork_solves_and_is_named_without_its_file(data):
+    """test_models.py has models of forks that load_model reads."""
     fork = "rsm.py"  # not the one of examples/, which would run by itself
     Path(fork).write_text(Path(f"{ROOT}/examples/rsm.py").read_text() + "# changed")
     run(data, "run", *flags_of(fork, "--max_steps=2"))
     question = "." * 16
-    solving = TrainProcess(["run", fork, question, "--eval_halt_max_steps=3"], script="solve")
-    in_new_process(solve_with, fork, question, solving.output())
+    text = TrainProcess(["run", fork, question, "--eval_halt_max_steps=3"], script="solve").output()
+    assert "not sure after 3 steps" in text
     text = TrainProcess(["run", question], script="solve").output(2)
     assert "it was trained with rsm.py" in text
-
-
-def solve_with(fork, question, printed):
-    """load_model gives the same answer once the fork has run."""
-    solve.load("run", [fork])
-    answer, _ = weights.solve(load_model("run/ckpt_00000002.pt"), question, 3, 8)
-    assert answer in printed.splitlines()
 
 
 @pytest.mark.parametrize("question, name", [
