@@ -4,20 +4,16 @@ from pathlib import Path
 
 import aot
 import pytest
-from helpers import TrainProcess, needs
+from helpers import DEEP, TINY, TrainProcess, needs
 
 from runtime import errors
 
 pytestmark = pytest.mark.xla
 
-SMALL = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--L_layers=1",
-        "--H_cycles=2", "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=16"]
-
-
 def run_aot(*flags, code=0):
     needs("jax")
     needs("libtpu")
-    return TrainProcess([*SMALL, *flags], script="aot").output(code)
+    return TrainProcess([*TINY, *DEEP, *flags], script="aot").output(code)
 
 
 def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles):
@@ -43,7 +39,7 @@ def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzz
 def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match=words):
-        aot.main([*SMALL, *flags])
+        aot.main([*TINY, *DEEP, *flags])
 
 
 def test_what_other_units_do_has_no_schedule_and_does_not_count():
