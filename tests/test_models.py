@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TrainProcess, code_cells, in_new_process, lines, prepare
+from helpers import ROOT, TrainProcess, code_cells, hosts, in_new_process, lines, prepare
 
 import train
 from configurator import configure, read_settings
@@ -86,7 +86,7 @@ def test_a_file_of_an_earlier_version_is_refused():
 
 
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
-    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1").items():
+    for name, value in hosts(2)[0].items():
         monkeypatch.setenv(name, value)
     answer, _ = solve(load_model(Path(ROOT, "models/sudoku-6x6.pt")), QUESTION)
     assert answer[0] == "2"
