@@ -26,9 +26,7 @@ import configurator
 import model
 import optim
 import train
-from data import Dataset
 from runtime.errors import UserError
-from train import open_device
 
 EXAMPLES = "rsm infiloop fprm symbols houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES.split()]
@@ -180,15 +178,21 @@ def test_a_metric_that_nothing_returns_is_named(data, monkeypatch):
         run(data, "run", "--max_steps=1")
 
 
-def test_buffers_of_a_fork_keep_their_type(data):
-    """Float32 would round both."""
-    settings = configurator.configure(train.Settings, arguments(data, "run"))
-    net = train.new_model(settings, Dataset(data, "train"))
-    buffers = dict(counter=torch.tensor([2 ** 24 + 1]), angle=torch.tensor([0.1], dtype=torch.float64))
-    for name, t in buffers.items():
-        net.register_buffer(name, t.clone())
-    state = train.Run(settings, net, open_device("cpu", settings)).state_dict()
-    assert same({name: state["weights"][name] for name in buffers}, buffers)
+class WithBuffers(model.TRM):
+    """Has buffers that float32 would round."""
+
+    def __init__(self, *args, **sizes):
+        super().__init__(*args, **sizes)
+        self.register_buffer("counter", torch.tensor([2 ** 24 + 1]))
+        self.register_buffer("angle", torch.tensor([0.1], dtype=torch.float64))
+
+
+def test_buffers_of_a_fork_keep_their_type(data, monkeypatch):
+    monkeypatch.setattr(model, "TRM", WithBuffers)
+    run(data, "run", "--max_steps=1")
+    weights = newest("run")["weights"]
+    assert weights["counter"].tolist() == [2 ** 24 + 1]
+    assert weights["angle"].dtype == torch.float64 and weights["angle"].tolist() == [0.1]
 
 
 def test_two_forks_of_one_name_are_two_entries(data):

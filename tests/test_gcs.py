@@ -20,7 +20,6 @@ from helpers import Hub, Server, run, stored, upload, wait_for
 from data import Dataset
 from puzzles.download import local_dataset
 from runtime import bucket as bucket_module
-from runtime import retry
 from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
 
@@ -28,10 +27,9 @@ CONTENT = np.random.default_rng(0).bytes(1_500_000)
 
 
 @pytest.fixture
-def bucket(front, monkeypatch):
+def bucket(front, at_once, monkeypatch):
     """A bucket that waits half a second for an answer."""
     monkeypatch.setattr(Bucket, "timeout", (10, 0.5))
-    monkeypatch.setattr(retry, "WAITS", [0, 0, 0])
     return Bucket("gs://bucket/run")
 
 
@@ -48,8 +46,8 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
 
 
 @pytest.mark.parametrize("fault, faults, error, message", [
-    (503, 3, TransientError, "status 503 a fault"),
-    (200, 3, TransientError, "not the answer of a bucket"),
+    (503, 9, TransientError, "status 503 a fault"),
+    (200, 9, TransientError, "not the answer of a bucket"),
     (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
     (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
 ])
