@@ -210,10 +210,9 @@ class Kind:
         return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
 
     def copies(self, question, seed, number):
-        """Yields copies of a puzzle, all different, as long as there are more.
+        """Yields the Symmetries [1, ...] of copies of a puzzle, all different, as long as there are more.
 
-        A copy is (its Symmetries [1, ...], tokens [cells]). It follows from (seed, number), and is not the
-        puzzle itself.
+        They follow from (seed, number). No copy is the puzzle itself.
 
         Args:
             question: tokens [cells].
@@ -227,7 +226,7 @@ class Kind:
             [copy] = symmetries.apply(question[None])
             if copy.tobytes() not in made:
                 made.add(copy.tobytes())
-                yield symmetries, copy
+                yield symmetries
 
     def check_attempts(self, attempts):
         """Raises UserError if puzzles cannot be attempted so many times."""
