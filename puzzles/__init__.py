@@ -205,9 +205,7 @@ class Kind:
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries."""
-        turns = self.turns()
-        ways = rng.integers(len(turns), size=n)
-        return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
+        return Symmetries(rng.choice(self.turns(), n), renamings(self.exchanged(), (n,), rng))
 
     def copies(self, question, seed, number):
         """Yields the Symmetries [1, ...] of copies of a puzzle, all different, as long as there are more.
@@ -223,9 +221,9 @@ class Kind:
         made = {question.astype(np.uint8).tobytes()}
         for _ in range(DRAWS):
             symmetries = self.draw_symmetries(1, rng)
-            [copy] = symmetries.apply(question[None])
-            if copy.tobytes() not in made:
-                made.add(copy.tobytes())
+            copy = symmetries.apply(question).tobytes()
+            if copy not in made:
+                made.add(copy)
                 yield symmetries
 
     def check_attempts(self, attempts):
