@@ -209,11 +209,11 @@ class Queue:
             return
         attempts = [self.waiting.popleft() for _ in free]
         batch = self.test_set.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
-        for i, attempt in enumerate(attempts):
-            self.slots[free[i]] = attempt
+        for slot, attempt, question in zip(free, attempts, batch["inputs"]):
+            self.slots[slot] = attempt
             # the labels stay the puzzle's: nobody reads the metrics of a copy
             if attempt.symmetry:
-                batch["inputs"][i] = attempt.symmetry.apply(batch["inputs"][i])
+                question[:] = attempt.symmetry.apply(question)
         for name, array in batch.items():
             self.batch[name][free] = array
         self.inputs = self.evaluator.inputs(self.weights, self.puzzle_emb, self.batch)
