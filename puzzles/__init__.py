@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from puzzles.symmetries import Symmetries, check_symmetries, dihedral, renamings
+from puzzles.symmetries import Symmetries, check_symmetries, dihedral, orbit_keys, renamings
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
@@ -205,15 +205,12 @@ class Kind:
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries."""
-        turns = self.turns()
-        ways = rng.integers(len(turns), size=n)
-        return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
+        return Symmetries(rng.choice(self.turns(), n), renamings(self.exchanged(), (n,), rng))
 
     def copies(self, question, seed, number):
-        """Yields copies of a puzzle, all different, as long as there are more.
+        """Yields the Symmetries [1, ...] of copies of a puzzle, all different, as long as there are more.
 
-        A copy is (its Symmetries [1, ...], tokens [cells]). It follows from (seed, number), and is not the
-        puzzle itself.
+        They follow from (seed, number). No copy is the puzzle itself.
 
         Args:
             question: tokens [cells].
@@ -224,10 +221,10 @@ class Kind:
         made = {question.astype(np.uint8).tobytes()}
         for _ in range(DRAWS):
             symmetries = self.draw_symmetries(1, rng)
-            [copy] = symmetries.apply(question[None])
-            if copy.tobytes() not in made:
-                made.add(copy.tobytes())
-                yield symmetries, copy
+            copy = symmetries.apply(question).tobytes()
+            if copy not in made:
+                made.add(copy)
+                yield symmetries
 
     def check_attempts(self, attempts):
         """Raises UserError if puzzles cannot be attempted so many times."""
@@ -255,7 +252,6 @@ class Kind:
 
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
-        from puzzles.keys import orbit_keys
         return orbit_keys(questions, self.turns(), self.exchanged())
 
 

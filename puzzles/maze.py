@@ -57,23 +57,15 @@ class Maze(Kind):
         valid, optimal = path_metrics(questions, answers)
         return {"path_valid": valid, "path_optimal": optimal}
 
-    def training_copies(self, puzzles, num_copies, rng=None, test_keys=()):
-        """Returns each maze turned in the first ways, [2, n, num_copies, cells].
+    def training_copies(self, puzzles, num_copies, rng, test_keys):
+        """See Kind. The answer is turned with its maze.
 
-        The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets
-        a new answer by this rule: turned answers would teach 8 rules, and the test set has one.
-
-        Args:
-            puzzles: questions and answers, [2, n, cells].
-            num_copies: how many copies, at most 7.
-            rng, test_keys: are not needed.
+        But if the answer follows the rule of solve_mazes, each copy gets a new answer by this rule: turned
+        answers would teach 8 rules, and the test set has one.
         """
-        questions, answers = puzzles
-        # the first way to turn changes nothing
-        turns = self.turns()[1:1 + num_copies]
-        copies = puzzles[:, :, turns]
-
+        copies = super().training_copies(puzzles, num_copies, rng, test_keys)
         # solve the copies of mazes whose answer follows the rule
+        questions, answers = puzzles
         answers_by_rule, _ = solve_mazes(questions)
         by_rule = (answers == answers_by_rule).all(axis=1)
         followers = copies[0, by_rule]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from puzzles import Kind
-from puzzles.keys import keys_of
+from puzzles.symmetries import keys_of
 from puzzles.text import check_text
 from puzzles.writer import refuse_existing, write_dataset
 from runtime.errors import TransientError, UserError
@@ -241,14 +241,13 @@ def in_parallel(make):
     # the cores that this process may use; macOS counts all
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pool = ProcessPoolExecutor(num_cores, multiprocessing.get_context("spawn"), begin_process)
-    numbers = itertools.count(JOBS_ALONE)
     jobs = deque()
     try:
-        while True:
+        for number in itertools.count(JOBS_ALONE):
+            jobs.append(pool.submit(make, number))
             # each core has a job, and the next one waits
-            while len(jobs) < 2 * num_cores:
-                jobs.append(pool.submit(make, next(numbers)))
-            yield jobs.popleft().result()
+            if len(jobs) == 2 * num_cores:
+                yield jobs.popleft().result()
     except BrokenProcessPool:
         raise TransientError("a process ended before its work was done; is the memory full?") from None
     finally:

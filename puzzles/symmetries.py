@@ -59,7 +59,7 @@ def check_symmetries(kind):
         if exchanged.count(symbol) != symbols.count(symbol):
             raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
     is_square = kind.rows == kind.columns
-    if type(is_dihedral) is not bool or is_dihedral and not is_square:
+    if is_dihedral not in (False, is_square):
         raise UserError(f"dihedral={is_dihedral!r}: must be true or false, and grid {kind.grid} square")
 
 
@@ -83,5 +83,34 @@ def turned(grid, way):
 def dihedral(size):
     """Returns the 8 turned squares as indices [8, cells]."""
     square = np.arange(size * size).reshape(size, size)
-    squares = np.stack([turned(square, way) for way in range(8)])
-    return squares.reshape(8, -1)
+    return np.stack([turned(square, way).ravel() for way in range(8)])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Keys by which the preparation of datasets finds equal puzzles
+
+def orbit_keys(boards, turns, exchanged):
+    """Returns a list of keys of boards; boards that symmetries turn into each other have equal keys.
+
+    Args:
+        boards: tokens [n, cells].
+        turns: the symmetries of the grid, as indices [m, cells].
+        exchanged: tokens that may change places.
+    """
+    keys_by_turn = []
+    for turn in turns:
+        # replace each exchanged token by the number of the first cell that has it
+        moved = boards[:, turn].astype(np.int16)
+        renamed = moved.copy()
+        for token in exchanged:
+            is_token = moved == token
+            first_cells = is_token.argmax(axis=1, keepdims=True)
+            np.copyto(renamed, NUM_TOKENS + first_cells, where=is_token)
+        keys_by_turn.append(keys_of(renamed))
+    # the smallest key stands for all turns
+    return list(map(min, zip(*keys_by_turn)))
+
+
+def keys_of(boards):
+    """Returns a list of boards [n, cells] as bytes, for sets and dicts."""
+    return [board.tobytes() for board in boards]

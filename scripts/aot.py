@@ -68,17 +68,16 @@ def main(argv):
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
 
-    # trace both steps, then compile them
+    # trace each step, then compile it
     topology = TOPOLOGIES[aot_settings.tpu]
     generation, shape = topology.split(":")
     replica, lower = open_engine(settings, math.prod(map(int, shape.split("x"))))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         settings.data_path = bench.find_or_make_dataset(settings.data_path, folder)
-        steps = steps_of(settings, replica)
-        programs = {step: lower(replica, *arguments) for step, arguments in steps.items()}
         dump = Path(folder, "libtpu")
-        for step, (program, state) in programs.items():
+        for step, arguments in steps_of(settings, replica).items():
+            program, state = lower(replica, *arguments)
             print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
             memory = compile_program(program, state, topology, CORES[generation], dump)
             figures[step] = memory | read_dump(dump, CLOCKS[generation])

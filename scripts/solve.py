@@ -124,7 +124,7 @@ def read_source(source):
         known_answers = {}
         for number, row in csv_rows(source, ["question"]):
             lines += [""] * (number - 1 - len(lines))
-            lines.append("".join(row["question"].splitlines()))
+            lines.append(row["question"])
             known_answers[number] = row.get("answer") or ""
         return place, "\n".join(lines), known_answers
     if not os.path.exists(source):

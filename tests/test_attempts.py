@@ -62,10 +62,11 @@ def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puz
     copies, again, others = [
         [*itertools.islice(kind.copies(question, 3, number), 20)] for number in (8, 8, 9)]
     assert str(copies) == str(again) != str(others)
-    assert len({copy.tobytes() for _, copy in copies} - {question.astype(np.uint8).tobytes()}) == most
-    for symmetries, copy in copies:
+    questions = {symmetries.apply(question).tobytes() for symmetries in copies}
+    assert len(questions - {question.astype(np.uint8).tobytes()}) == most
+    for symmetries in copies:
         turned = symmetries.apply(np.stack(puzzle))
-        assert (turned[0] == copy).all() and (symmetries.undo(turned) == puzzle).all()
+        assert (symmetries.undo(turned) == puzzle).all()
         judgement = kind.judge(*turned)
         assert judgement is None or judgement.solved.all()
 

@@ -80,7 +80,8 @@ def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     questions = tokens("S../.../..G", "S../.../..G")
     answers = tokens("S../o../ooG", "Soo/..o/..G")  # by the rule, and another one
-    inputs, labels = maze_of(3).training_copies(np.stack([questions, answers]), 7)
+    rng = np.random.default_rng(0)
+    inputs, labels = maze_of(3).training_copies(np.stack([questions, answers]), 7, rng, set())
     assert (labels[0] == solve_mazes(inputs[0])[0]).all()
     assert (labels[1] == answers[1][dihedral(3)[1:]]).all()
 
