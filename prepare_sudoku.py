@@ -14,9 +14,9 @@ import numpy as np
 from configurator import Above0, From0, start
 from puzzles import kind_of
 from puzzles.download import csv_paths
+from puzzles.keys import keys_of
 from puzzles.prepare import distinct, fill_in_source, read_both, write_puzzles
 from puzzles.sudoku import BOXES, Sudoku, hard_sudokus, minimal_sudokus
-from puzzles.symmetries import keys_of
 from puzzles.text import EMPTY_SIGNS, csv_rows
 from runtime.errors import UserError
 

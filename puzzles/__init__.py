@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from puzzles.symmetries import Symmetries, check_symmetries, dihedral, orbit_keys, renamings
+from puzzles.symmetries import Symmetries, check_symmetries, dihedral, renamings
 from runtime.errors import UserError
 
 IGNORE_LABEL = -100  # the same as in model.py, which needs torch
@@ -252,6 +252,7 @@ class Kind:
 
     def keys(self, questions):
         """Returns a list of keys of questions [n, cells], equal for puzzles that count as one."""
+        from puzzles.keys import orbit_keys
         return orbit_keys(questions, self.turns(), self.exchanged())
 
 

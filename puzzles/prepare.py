@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from puzzles import Kind
-from puzzles.symmetries import keys_of
+from puzzles.keys import keys_of
 from puzzles.text import check_text
 from puzzles.writer import refuse_existing, write_dataset
 from runtime.errors import TransientError, UserError

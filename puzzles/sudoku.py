@@ -6,7 +6,8 @@ Boards are the official code's tokens [n, cells]: 0 padding, 1 an empty cell, d 
 import numpy as np
 
 from puzzles import Judgement, Kind
-from puzzles.symmetries import Symmetries, keys_of, renamings
+from puzzles.keys import keys_of
+from puzzles.symmetries import Symmetries, renamings
 
 SUDOKU = " .123456789ABCDEFG"  # a symbol for each token
 EMPTY = 1  # token

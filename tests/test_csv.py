@@ -18,9 +18,10 @@ import puzzles
 from configurator import configure
 from data import Dataset
 from puzzles import kind_of
+from puzzles.keys import keys_of, orbit_keys
 from puzzles.maze import Maze
 from puzzles.sudoku import Sudoku
-from puzzles.symmetries import dihedral, keys_of, orbit_keys
+from puzzles.symmetries import dihedral
 from runtime.errors import UserError
 from runtime.saved import check_task
 

@@ -26,8 +26,8 @@ from data import Dataset, Generated, halting_draws, load
 from puzzles import IGNORE_LABEL, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.download import download
+from puzzles.keys import keys_of
 from puzzles.sudoku import Sudoku, hard_sudokus, minimal_sudokus
-from puzzles.symmetries import keys_of
 from puzzles.text import parse
 from puzzles.writer import finish_split, write_dataset
 from runtime.errors import TransientError, UserError
