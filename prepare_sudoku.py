@@ -48,8 +48,8 @@ def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     size = settings.size
     dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
-    in_name = ["seed", "min_difficulty", "num_test", "num_hard"]
-    fill_in_source(settings, dataset_names, settings.num_aug, in_name)
+    fill_in_source(settings, dataset_names, settings.num_aug,
+                   ["seed", "min_difficulty", "num_test", "num_hard"])
     sizes = [9] if settings.source == "hub" else [*BOXES]
     if size not in sizes:
         raise UserError(f"size must be one of {sizes}, not {size}")

@@ -538,8 +538,7 @@ class Run:
 def replica(settings, device_type):
     """Runs one replica from its start to its end, with the command's settings.
 
-    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the last checkpoint or
-    best.pt cannot be written, or the bucket lacks something.
+    Exits with 3 if a stop came before the run and its upload were complete, with 1 if a file was not saved.
     """
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
@@ -584,7 +583,6 @@ def replica(settings, device_type):
 
 def new_model(settings, dataset):
     """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
-    # in the command, and not in a checkpoint from before this was an error
     if settings.mlp_t and settings.pos_encodings == "rope" and "pos_encodings" in settings.assigned:
         raise UserError("pos_encodings=rope is of self-attention, --mlp_t=False, and does nothing without")
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
