@@ -3,8 +3,8 @@
 A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
 last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt
 leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
-the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
-at a copy of itself by symmetry, whose answer is turned back.
+the slot takes the next puzzle of the queue. With eval_attempts, a puzzle without a sure answer waits there
+for another attempt: at a copy of itself by symmetry, whose answer is turned back.
 """
 import functools
 import json
@@ -332,9 +332,7 @@ def solve_all(queue, title, should_stop):
 
 def eval_sums(settings, test_set, arrays):
     """Returns {name: sum over puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
-    values = {}  # {name: [n]}
-    for name in (*model.METRICS, *model.LOSS_TERMS):
-        values[name] = arrays["count"] * arrays[name]
+    values = {name: arrays[name] for name in (*model.METRICS, *model.LOSS_TERMS)}  # [n] each
 
     # the rules judge the last answers and the surest ones; these are compared with the labels, too
     kind = kind_of(test_set.task)
@@ -346,7 +344,8 @@ def eval_sums(settings, test_set, arrays):
     values["surest_accuracy"] = is_right.all(1) & is_labeled.any(1)
     if settings.eval_attempts > 1:
         values["attempts"] = arrays["attempts"]
-    return {name: float(value.sum(dtype=np.float64)) for name, value in values.items()}
+    # "count" is 0 for puzzles without a label, which take no part in the means
+    return {name: float((arrays["count"] * value).sum(dtype=np.float64)) for name, value in values.items()}
 
 
 def means(ranks):

@@ -368,7 +368,7 @@ def check_finite(settings, what, *values):
 
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
-    """Trains, saves, evaluates and uploads; returns False if a stop came before its end. All ranks."""
+    """Trains, saves, evaluates and uploads; returns True once all of that is done. All ranks."""
     settings = log.settings
     is_complete = start.step == total_steps and "final" in start.evaluation
     if is_complete:

@@ -1,8 +1,8 @@
 # Sudoku of every size by a small network that is told which cells share a row, a column or a box:
 # records/houses.md.
 #     OMP_NUM_THREADS=1 python train.py config/sudoku_houses.py --compile=on
-# 51 minutes of one thread (AVX512, float32), 1.4e14 FLOP; seed 0 solves 96.8% of 1000 generated puzzles of 9x9
-# and 98.8% of 1000 of 6x6 after 16 steps. Making the hard puzzles takes 10 minutes on 2 cores before.
+# 51 minutes of one thread (AVX512, float32), 1.4e14 FLOP. Seed 0 solves 96.8% of 1000 generated puzzles of
+# 9x9, and 98.8% of 1000 of 6x6, after 16 steps. Making the puzzles takes 13 minutes of 2 cores before.
 # Copies by symmetry would change nothing for this network, so the puzzles have none.
 run("sudoku_cpu.py")
 run("../examples/houses.py")
@@ -21,7 +21,7 @@ other_data_prepare = (
 out_dir = "out/sudoku_houses"
 max_steps = 6600
 global_batch_size = 32
-micro_batch_size = 8  # its tensors stay in the processor's cache
+micro_batch_size = 8  # its tensors stay in the cache; the depths of a micro-batch differ, see TRM.halts
 hidden_size = 48
 multiple_of = 64
 L_layers = 1

@@ -165,7 +165,10 @@ class Kind:
         return None
 
     def num_solutions(self, questions):
-        """Returns the number of solutions [n] of questions, counted up to 2; -1: the search was too long."""
+        """Returns the number of solutions [n] of questions, counted up to 2; 1 if the rules are not known.
+
+        -1: the search was too long.
+        """
         return np.ones(len(questions), dtype=int)
 
     def verdict(self, question, answer):

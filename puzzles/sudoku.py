@@ -71,8 +71,7 @@ class Sudoku(Kind):
 
     def num_solutions(self, questions):
         """See Kind."""
-        counts, _ = count_solutions(candidates_of(questions, self.rows), self.rows, 2, SEARCH)
-        return counts
+        return count_solutions(candidates_of(questions, self.rows), self.rows, 2, SEARCH)[0]
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries.
@@ -244,14 +243,14 @@ def is_decided(candidates):
 # Generated puzzles
 
 def minimal_sudokus(index, seed, n, size):
-    """Returns n minimal puzzles (questions, answers), uint8 [n, cells], which depend on seed and index."""
+    """Returns n puzzles of remove_clues (questions, answers), uint8 [n, cells], drawn from seed and index."""
     rng = np.random.default_rng([seed, index])
     answers = random_boards(n, size, rng)
     return remove_clues(answers, answers, size, rng), answers
 
 
 def hard_sudokus(index, seed, n, size):
-    """Returns up to n minimal puzzles, as minimal_sudokus does, most of which need many guesses.
+    """Returns up to n minimal puzzles, as minimal_sudokus does; most of them need many guesses.
 
     It chooses the puzzles that take the solver most rounds, and breeds from them: a child has some clues
     more, and loses those that are then needless. The hardest of both live on.

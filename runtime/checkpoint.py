@@ -2,7 +2,7 @@
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
-all that solve.py, play.py and export.py need, with 100 test puzzles.
+all that solve.py, play.py and export.py need, with 100 test puzzles or fewer.
 """
 import copy
 import fcntl
@@ -408,6 +408,6 @@ class Checkpoints:
 
 
 def some_puzzles(test_set):
-    """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
+    """Returns 100 test puzzles or fewer, {name: tensor [n, ...]}, the same for each call."""
     indices = test_set.subset(100, 1)[:100]
     return {name: torch.from_numpy(array) for name, array in test_set.test_batch(indices).items()}

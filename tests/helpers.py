@@ -271,7 +271,7 @@ def last_weights(out):
 
 def judgements(task, arrays):
     """Returns how many answers count in each metric that an evaluation adds to model.METRICS."""
-    own = dict.fromkeys((*model.METRICS, *model.LOSS_TERMS), np.zeros(1))
+    own = dict.fromkeys((*model.METRICS, *model.LOSS_TERMS), np.ones(1))
     sums = evaluate.eval_sums(SimpleNamespace(eval_attempts=1), SimpleNamespace(task=task), own | arrays)
     return {name: total for name, total in sums.items() if name not in own}
 

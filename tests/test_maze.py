@@ -122,3 +122,5 @@ def test_path_metrics():
     arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])
     assert judgements(maze_of(5).task, arrays) == dict(
         path_valid=4, path_optimal=3, surest_path_valid=3, surest_path_optimal=2, surest_accuracy=1)
+    # a puzzle without a label takes no part
+    assert not any(judgements(maze_of(5).task, arrays | dict(count=np.zeros(1))).values())
