@@ -21,7 +21,7 @@ import torch
 import configurator
 import data
 import train
-from configurator import Above0, From0
+from configurator import From0, Rule
 from puzzles.writer import write_dataset
 from runtime import process
 from runtime.device import check_batch_size, peak_flops
@@ -34,7 +34,8 @@ class Settings:
     # what is measured
     steps: From0 = 0  # steps in a row without a wait, three times; 0: 20 on a GPU, 2 elsewhere
     replica_batch_size: From0 = 0  # sequences on each replica; 0: global_batch_size is divided among them
-    size: Above0 = 9  # side of the random puzzles where data_path is missing and no data_prepare makes it
+    # side of the random puzzles where data_path is missing and no data_prepare makes it
+    size: Rule("from 1 to 254", lambda side: 0 < side < 255) = 9  # a token is a byte
 
 
 CPU_BATCH_SIZE = 4  # of a replica on a CPU, where none is given: a step of the default takes minutes there
@@ -48,7 +49,8 @@ def bench(settings, num_steps, device_type, replica_batch_size):
     # the steps of train.py, at the batch to measure
     if device_type == "cpu" and "global_batch_size" not in settings.assigned:
         replica_batch_size = replica_batch_size or CPU_BATCH_SIZE
-    run, next_inputs = new_run(settings, device, replica_batch_size)
+    with reporting_full_memory():
+        run, next_inputs = new_run(settings, device, replica_batch_size)
     with reporting_full_memory(run.micro_batch_size):
         figures = measure(run, next_inputs, num_steps)
     # the config's run has its own batch, whatever the measured one is

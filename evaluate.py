@@ -3,8 +3,8 @@
 A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
 last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt
 leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
-the slot takes the next puzzle of the queue. A puzzle without a sure answer waits there for another attempt:
-at a copy of itself by symmetry, whose answer is turned back.
+the slot takes the next puzzle of the queue. With eval_attempts, a puzzle without a sure answer waits there
+for another attempt: at a copy of itself by symmetry, whose answer is turned back.
 """
 import functools
 import json
@@ -99,7 +99,7 @@ class Evaluator:
         """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
-        check_values(result.values, len(is_new))
+        check_values(result.values, (), len(is_new))
 
         # keep the answers that count; slots whose answer is final halt
         answers = update_answers(micro_batch["answers"], result, is_new)
@@ -132,8 +132,7 @@ class Attempt(NamedTuple):
     """An attempt at a puzzle: at the puzzle itself, or at a copy by symmetry."""
     puzzle: int  # its number in the queue
     copies: object = None  # an iterator, see Kind.copies, of further copies; None: it is the puzzle itself
-    symmetry: object = None  # what turns a copy's answer back
-    question: np.ndarray | None = None  # the copy's tokens [S]
+    symmetry: object = None  # what makes the copy, and turns its answer back
 
     def turned_back(self, answer):
         """Returns the answer to the puzzle, tokens [S], of an answer to the copy."""
@@ -210,12 +209,11 @@ class Queue:
             return
         attempts = [self.waiting.popleft() for _ in free]
         batch = self.test_set.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
-        for i, attempt in enumerate(attempts):
-            self.slots[free[i]] = attempt
-            # the labels are the puzzle's, and not the copy's
+        for slot, attempt, question in zip(free, attempts, batch["inputs"]):
+            self.slots[slot] = attempt
+            # the labels stay the puzzle's: nobody reads the metrics of a copy
             if attempt.symmetry:
-                batch["inputs"][i] = attempt.question
-                batch["labels"][i] = IGNORE_LABEL
+                question[:] = attempt.symmetry.apply(question)
         for name, array in batch.items():
             self.batch[name][free] = array
         self.inputs = self.evaluator.inputs(self.weights, self.puzzle_emb, self.batch)
@@ -251,9 +249,9 @@ class Queue:
         is_sure = sigmoid(surest[puzzle]) >= model.SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             copies = attempt.copies or self.copies_of(self.indices[puzzle])
-            copy = next(copies, None)
-            if copy:
-                self.waiting.append(Attempt(puzzle, copies, *copy))
+            symmetry = next(copies, None)
+            if symmetry:
+                self.waiting.append(Attempt(puzzle, copies, symmetry))
 
     def copies_of(self, index):
         """Returns an iterator over the copies of an example of test_set."""
@@ -334,22 +332,20 @@ def solve_all(queue, title, should_stop):
 
 def eval_sums(settings, test_set, arrays):
     """Returns {name: sum over puzzles} of METRICS, LOSS_TERMS and the judgements of answers."""
-    sums = {}
-    for name in (*model.METRICS, *model.LOSS_TERMS):
-        sums[name] = float((arrays["count"] * arrays[name]).sum(dtype=np.float64))
+    values = {name: arrays[name] for name in (*model.METRICS, *model.LOSS_TERMS)}  # [n] each
 
     # the rules judge the last answers and the surest ones; these are compared with the labels, too
     kind = kind_of(test_set.task)
     for prefix in "", "surest_":
         for name, counts in kind.metrics(arrays["inputs"], arrays[prefix + "preds"]).items():
-            sums[prefix + name] = float(counts.sum())
+            values[prefix + name] = counts
     is_labeled = arrays["labels"] != IGNORE_LABEL
     is_right = (arrays["surest_preds"] == arrays["labels"]) | ~is_labeled
-    is_solved = is_right.all(1) & is_labeled.any(1)
-    sums["surest_accuracy"] = float(is_solved.sum())
+    values["surest_accuracy"] = is_right.all(1) & is_labeled.any(1)
     if settings.eval_attempts > 1:
-        sums["attempts"] = float(arrays["attempts"].sum())
-    return sums
+        values["attempts"] = arrays["attempts"]
+    # "count" is 0 for puzzles without a label, which take no part in the means
+    return {name: float((arrays["count"] * value).sum(dtype=np.float64)) for name, value in values.items()}
 
 
 def means(ranks):

@@ -260,18 +260,14 @@ class TRM(nn.Module):
     def init_weights(self, generator):
         """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
 
-        A bias is uniform up to 1/sqrt(fan in), as torch draws it. Layers of other types, in forks, keep their
-        own values.
+        Layers of other types, and biases, which only forks have, keep torch's values.
         """
         # embeddings and matrices, in the order of the modules
         for module in self.modules():
             if isinstance(module, Embedding):  # embed() scales by sqrt(D)
                 truncated_normal(module.embedding_weight, self.settings.hidden_size ** -0.5, generator)
-            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and module is not self.q_head:
-                deviation = module.weight[0].numel() ** -0.5
-                truncated_normal(module.weight, deviation, generator)
-                if module.bias is not None:  # in forks
-                    module.bias.uniform_(-deviation, deviation, generator=generator)
+            elif isinstance(module, nn.Linear) and module is not self.q_head:
+                truncated_normal(module.weight, module.in_features ** -0.5, generator)
         # q_head begins far below 0, so that no sequence halts before it has learned to
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)
@@ -408,8 +404,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, num_heads):
         super().__init__()
-        if width % num_heads:
-            raise ValueError(f"hidden_size {width} must be a multiple of num_heads {num_heads}")
+        if width % (2 * num_heads):  # rotate() halves the channels of a head
+            raise ValueError(f"hidden_size {width} must be a multiple of twice num_heads {num_heads}")
         self.num_heads = num_heads
         self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
@@ -461,10 +457,7 @@ class Net(nn.Module):
         self.has_rope = settings.pos_encodings == "rope" and not settings.mlp_t
         if self.has_rope:
             # an angle for each position and channel of a head, its two halves alike
-            d, rest = divmod(settings.hidden_size, 2 * settings.num_heads)
-            if rest:
-                raise ValueError(f"rope needs a hidden_size that is a multiple of {2 * settings.num_heads}, "
-                                 "twice the num_heads")
+            d = settings.hidden_size // (2 * settings.num_heads)
             frequencies = 10000.0 ** (-torch.arange(d).float() / d)
             angle = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
             self.register_buffer("cos", angle.cos(), persistent=False)  # [L, d]

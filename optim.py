@@ -155,7 +155,7 @@ def count_steps(settings, examples_per_epoch):
 
 
 def evaluation_due(settings, examples_per_epoch, step):
-    """Returns True if this step crosses a multiple of eval_interval epochs; step 0 crosses the first, 0."""
+    """Returns True if the last of `step` steps crossed a multiple of eval_interval epochs, or step is 0."""
     # count examples and not steps: the number of puzzles need not divide into batches
     interval = settings.eval_interval * examples_per_epoch
     examples = step * settings.global_batch_size
@@ -196,12 +196,12 @@ def exploration(settings, step, total_steps):
 
 
 def cycles_at(settings, examples_per_epoch, step):
-    """Returns (H_cycles, L_cycles) of a step. In a curriculum each grows linearly over curriculum_epochs."""
+    """Returns (H_cycles, L_cycles) of a step; in a curriculum they change linearly with the examples."""
     examples = step * settings.global_batch_size
     length = settings.curriculum_epochs * examples_per_epoch  # of the curriculum, in examples
 
     def grown(first, last):
-        return last if examples >= length else first + int((last - first) * examples // length)
+        return last if examples >= length else first + int((last - first) * examples / length)
 
     return (
         grown(settings.H_cycles_start, settings.H_cycles),

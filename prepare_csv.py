@@ -59,6 +59,8 @@ def main(settings):
     test = puzzles[-1]
 
     # or draw the test puzzles
+    if settings.holdout >= train.shape[1]:
+        raise UserError(f"holdout={settings.holdout} leaves no puzzle to train on, of {train.shape[1]}")
     if settings.holdout:
         order = np.random.default_rng([settings.seed, 1]).permutation(train.shape[1])
         drawn = np.sort(order[:settings.holdout])

@@ -16,7 +16,7 @@ from puzzles import kind_of
 from puzzles.download import csv_paths
 from puzzles.keys import keys_of
 from puzzles.prepare import distinct, fill_in_source, read_both, write_puzzles
-from puzzles.sudoku import BOXES, Sudoku, minimal_sudokus
+from puzzles.sudoku import BOXES, Sudoku, hard_sudokus, minimal_sudokus
 from puzzles.text import EMPTY_SIGNS, csv_rows
 from runtime.errors import UserError
 
@@ -35,6 +35,7 @@ class Settings:
     # generated puzzles
     num_train: Above0 = 3000  # training puzzles
     num_test: Above0 = 1000  # test puzzles, the same for each num_train
+    num_hard: From0 = 0  # further training puzzles, of at most 9 rows, most of which need many guesses
     # augmentation
     num_aug: From0 = 1000  # augmented copies of each training puzzle, besides itself
 
@@ -47,10 +48,13 @@ def main(settings):
     """Makes the dataset that the settings describe and returns its folder. Raises UserError."""
     size = settings.size
     dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
-    fill_in_source(settings, dataset_names, settings.num_aug, ["seed", "min_difficulty", "num_test"])
+    fill_in_source(settings, dataset_names, settings.num_aug,
+                   ["seed", "min_difficulty", "num_test", "num_hard"])
     sizes = [9] if settings.source == "hub" else [*BOXES]
     if size not in sizes:
         raise UserError(f"size must be one of {sizes}, not {size}")
+    if settings.num_hard and (size > 9 or settings.source != "generate"):
+        raise UserError("num_hard is for --source=generate, and for 9 rows at most: more would take hours")
 
     # get the puzzles, [2, n, cells]: questions and answers
     kind = kind_of(Sudoku.new_task(size))
@@ -59,6 +63,9 @@ def main(settings):
         puzzles = generate(size, settings.num_train + settings.num_test, settings.seed)
         # the test puzzles are the same for each num_train
         test, train = np.split(puzzles, [settings.num_test], axis=1)
+        if settings.num_hard:
+            hard = generate(size, settings.num_hard, settings.seed, hard_sudokus)
+            train = np.concatenate([train, hard], axis=1)
     else:
         paths = csv_paths(settings, HUB)
         rows_of = functools.partial(hard_rows, min_difficulty=settings.min_difficulty)
@@ -89,9 +96,9 @@ def hard_rows(path, min_difficulty):
             yield line, row | {"question": row["question"].translate(DOTS)}
 
 
-def generate(size, n, seed):
+def generate(size, n, seed, make_sudokus=minimal_sudokus):
     """Returns n distinct minimal puzzles with one solution each, questions and answers [2, n, cells]."""
-    make = functools.partial(minimal_sudokus, seed=seed, n=512, size=size)
+    make = functools.partial(make_sudokus, seed=seed, n=512, size=size)
     return distinct(f"distinct {size}x{size} puzzles", n, make, keys_of)
 
 

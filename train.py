@@ -30,6 +30,7 @@ import optim
 import puzzles
 from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
+from runtime.checkpoint import check_settings
 from runtime.device import cast_weights, check_batch_size
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
@@ -136,11 +137,6 @@ def recipe(settings):
     return {name: value for name, value in settings.items() if name not in RUN_SETTINGS}
 
 
-def check_settings(settings):
-    """Raises UserError for settings that no run could have together; configure() checks each alone."""
-    checkpoint.check_folders(settings)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The step
 
@@ -241,7 +237,7 @@ def forward_backward(run, cycles, weights, micro_batch):
     with torch.enable_grad():
         result = run.supervision_step(
             leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
-        check_values(result.values, len(micro_batch["min_halt_steps"]))
+        check_values(result.values, run.state["log_sums"], len(micro_batch["min_halt_steps"]))
         grads = torch.autograd.grad(result.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32
@@ -251,10 +247,12 @@ def forward_backward(run, cycles, weights, micro_batch):
     grads = {name: grad.float() for name, grad in zip(leaves, grads)}
 
     # sum up for the log: METRICS count sequences that halted, LOSS_TERMS all
-    halted = result.sequences["halted"]
-    stats = {name: torch.where(halted, result.values[name], 0) for name in model.METRICS}
-    stats |= {name: result.values[name].detach() for name in model.LOSS_TERMS}
-    stats = {name: values.sum(0, keepdim=True) for name, values in stats.items()}
+    stats = {}
+    for name in run.state["log_sums"]:
+        values = result.values[name].detach()
+        if name in model.METRICS:
+            values = torch.where(result.sequences["halted"], values, 0)
+        stats[name] = values.sum(0, keepdim=True)
     return dict(grads=grads, stats=stats), each_sequence
 
 
@@ -370,7 +368,7 @@ def check_finite(settings, what, *values):
 
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
-    """Trains, saves, evaluates and uploads; returns False if a stop came before its end. All ranks."""
+    """Trains, saves, evaluates and uploads; returns True once all of that is done. All ranks."""
     settings = log.settings
     is_complete = start.step == total_steps and "final" in start.evaluation
     if is_complete:
@@ -393,13 +391,13 @@ def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_
     # finish the upload, whose time limit is its own; a slice may be deleted once its run is complete
     restart_watchdog(0)
     is_uploaded = checkpoints.close(600 if is_complete else 15)
-    if not is_uploaded and not STOP.is_set():
+    if not (is_uploaded and checkpoints.is_written) and not STOP.is_set():
         sys.exit(1)
     return is_uploaded and is_complete
 
 
 def final_evaluation(run, test_set, log, checkpoints, step):
-    """Logs an evaluation in full, and saves best.pt if it is the best. Returns False if it was stopped."""
+    """Logs an evaluation in full; returns False if it was stopped, or best.pt cannot be written."""
     indices = test_set.subset(run.settings.eval_final_max_puzzles)
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
@@ -409,6 +407,8 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:  # not with eval_only: best.pt is of the training run
         checkpoints.save_if_best(step, values)
+        if not checkpoints.is_written:
+            return False
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
     return True
@@ -538,8 +538,7 @@ class Run:
 def replica(settings, device_type):
     """Runs one replica from its start to its end, with the command's settings.
 
-    Exits with 3 if a stop came before the run and its upload were complete, with 1 if the last checkpoint
-    cannot be written or the bucket lacks something.
+    Exits with 3 if a stop came before the run and its upload were complete, with 1 if a file was not saved.
     """
     # the device, and where the run begins; downloads take time, so that the watchdog waits until all is here
     device = open_device(device_type, settings)
@@ -584,6 +583,8 @@ def replica(settings, device_type):
 
 def new_model(settings, dataset):
     """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
+    if settings.mlp_t and settings.pos_encodings == "rope" and "pos_encodings" in settings.assigned:
+        raise UserError("pos_encodings=rope is of self-attention, --mlp_t=False, and does nothing without")
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # for modules that init_weights does not touch
         try:

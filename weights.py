@@ -1,5 +1,4 @@
 """Models in files, and how notebooks and scripts ask them."""
-import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from puzzles import Judgement, kind_of, sigmoid
 from puzzles.sudoku import BOXES
 from runtime.device import Device, Place
 from runtime.errors import UserError
-from runtime.files import Progress
+from runtime.files import Progress, file_hash
 from runtime.saved import load_weights, read_file
 
 CELLS_AT_A_TIME = 5_000  # in a batch on the CPU: 61 Sudokus of 9x9 or 5 mazes of 30x30
@@ -28,8 +27,7 @@ def own_forks(path):
     """
     paths = {}
     for example in EXAMPLES.glob("*.py"):
-        digest = hashlib.sha256(example.read_bytes()).hexdigest()[:8]  # as configurator.add_fork has it
-        paths[digest] = str(example)
+        paths[file_hash(example)[:8]] = str(example)  # as configurator.add_fork has it
     forks = read_file(path).get("forks", {})
     return [paths[digest] for digest in forks.values() if digest in paths]
 

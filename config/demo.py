@@ -1,5 +1,7 @@
 # 6x6 Sudoku in a minute or two on 2 CPU cores: makes puzzles, trains and solves unseen ones.
-# Expected: 98% or more of 1000 unseen puzzles are solved (in float32 97% or more).
+#     python train.py config/demo.py
+# Expected: 98% or more of 1000 unseen puzzles (in float32 97% or more), by the first answer that repeats.
+# After 16 steps (--eval_patience=0) three runs in bfloat16 solve 92.3±5.7%.
 data_path = "data/sudoku-6x6-demo"
 data_prepare = (
     "prepare_sudoku.py --source=generate --size=6 --num_train=3000 --num_test=1000 --num_aug=100"

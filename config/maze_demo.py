@@ -1,5 +1,6 @@
-# 6x6 mazes in minutes on 2 CPU cores: makes mazes, trains and solves unseen ones.
-# Expected with --eval_patience=0: 88% or more of 1000 unseen mazes. Other settings are the demo's.
+# 6x6 mazes in 3 to 4 minutes on 2 CPU cores: makes mazes, trains and solves unseen ones.
+#     python train.py config/maze_demo.py
+# Expected: 88% or more of 1000 unseen mazes after 8 steps (--eval_patience=0). Other settings are the demo's.
 run("demo.py")
 data_path = "data/maze-6x6-demo"
 data_prepare = (

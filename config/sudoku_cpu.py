@@ -1,4 +1,5 @@
 # 9x9 Sudoku on one CPU core: makes 60,000 minimal puzzles in 21 versions each, and solves 83% of unseen ones.
+#     OMP_NUM_THREADS=1 python train.py config/sudoku_cpu.py
 # It takes an hour on a core without bfloat16 instructions. config/sudoku_symbols.py solves 89% by equal FLOP.
 run("demo.py")
 data_path = "data/sudoku-9x9-cpu"

@@ -165,7 +165,10 @@ class Kind:
         return None
 
     def num_solutions(self, questions):
-        """Returns the number of solutions [n] of questions, counted up to 2; -1: the search was too long."""
+        """Returns the number of solutions [n] of questions, counted up to 2; 1 if the rules are not known.
+
+        -1: the search was too long.
+        """
         return np.ones(len(questions), dtype=int)
 
     def verdict(self, question, answer):
@@ -205,15 +208,12 @@ class Kind:
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries."""
-        turns = self.turns()
-        ways = rng.integers(len(turns), size=n)
-        return Symmetries(turns[ways], renamings(self.exchanged(), (n,), rng))
+        return Symmetries(rng.choice(self.turns(), n), renamings(self.exchanged(), (n,), rng))
 
     def copies(self, question, seed, number):
-        """Yields copies of a puzzle, all different, as long as there are more.
+        """Yields the Symmetries [1, ...] of copies of a puzzle, all different, as long as there are more.
 
-        A copy is (its Symmetries [1, ...], tokens [cells]). It follows from (seed, number), and is not the
-        puzzle itself.
+        They follow from (seed, number). No copy is the puzzle itself.
 
         Args:
             question: tokens [cells].
@@ -224,10 +224,10 @@ class Kind:
         made = {question.astype(np.uint8).tobytes()}
         for _ in range(DRAWS):
             symmetries = self.draw_symmetries(1, rng)
-            [copy] = symmetries.apply(question[None])
-            if copy.tobytes() not in made:
-                made.add(copy.tobytes())
-                yield symmetries, copy
+            copy = symmetries.apply(question).tobytes()
+            if copy not in made:
+                made.add(copy)
+                yield symmetries
 
     def check_attempts(self, attempts):
         """Raises UserError if puzzles cannot be attempted so many times."""

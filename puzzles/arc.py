@@ -78,19 +78,19 @@ def grid_key(grid):
 
 
 def apply_version(grid, version):
-    way = int(version[0])
+    way = version[0]
     colors = version[1:]
     return turned(colors[grid], way)
 
 
 def undo_version(grid, version):
-    way = int(version[0])
+    way = version[0]
     way = {1: 3, 3: 1}.get(way, way)  # quarters to the left and to the right; the others undo themselves
     colors = np.argsort(version[1:]).astype(np.uint8)
     return colors[turned(grid, way)]
 
 
-def canvas(grid, side, row=0, column=0):
+def canvas(grid, side, row, column):
     """Returns tokens, uint8 [side, side]: a canvas with a grid whose first cell is at (row, column)."""
     # an edge below the grid and one beside it, as far as the canvas goes, but not at their corner
     tokens = np.zeros((side, side), dtype=np.uint8)
@@ -221,10 +221,7 @@ def submission(test, elected):
     names = task_names(test)
     attempts = {}
     for (group, _), answers in sorted(elected.items()):
-        grids = []
-        for shape, cells in answers[:2]:
-            grid = np.frombuffer(cells, dtype=np.uint8)
-            grids.append(grid.reshape(shape).tolist())
+        grids = [np.ndarray(shape, np.uint8, cells).tolist() for shape, cells in answers[:2]]
         # a single answer is given twice
         attempts.setdefault(names[group], []).append({"attempt_1": grids[0], "attempt_2": grids[-1]})
     return attempts

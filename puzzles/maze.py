@@ -57,23 +57,15 @@ class Maze(Kind):
         valid, optimal = path_metrics(questions, answers)
         return {"path_valid": valid, "path_optimal": optimal}
 
-    def training_copies(self, puzzles, num_copies, rng=None, test_keys=()):
-        """Returns each maze turned in the first ways, [2, n, num_copies, cells].
+    def training_copies(self, puzzles, num_copies, rng, test_keys):
+        """See Kind. The answer is turned with its maze.
 
-        The answer is turned with its maze. But if the answer follows the rule of solve_mazes, each copy gets
-        a new answer by this rule: turned answers would teach 8 rules, and the test set has one.
-
-        Args:
-            puzzles: questions and answers, [2, n, cells].
-            num_copies: how many copies, at most 7.
-            rng, test_keys: are not needed.
+        But if the answer follows the rule of solve_mazes, each copy gets a new answer by this rule: turned
+        answers would teach 8 rules, and the test set has one.
         """
-        questions, answers = puzzles
-        # the first way to turn changes nothing
-        turns = self.turns()[1:1 + num_copies]
-        copies = puzzles[:, :, turns]
-
+        copies = super().training_copies(puzzles, num_copies, rng, test_keys)
         # solve the copies of mazes whose answer follows the rule
+        questions, answers = puzzles
         answers_by_rule, _ = solve_mazes(questions)
         by_rule = (answers == answers_by_rule).all(axis=1)
         followers = copies[0, by_rule]
@@ -154,14 +146,14 @@ def solve_mazes(questions):
 
 
 def distances(starts, is_open):
-    """Returns how many steps cells are from a start, int16 [n, size, size]; -1 where no way leads there.
+    """Returns how many steps cells are from a start, int32 [n, size, size]; -1 where no way leads there.
 
     starts, is_open: bool [n, size, size].
     """
     # [size, size, n]: numpy is fast where the last axis is long
     reached = np.moveaxis(starts, 0, 2).copy()
     unseen = np.moveaxis(is_open & ~starts, 0, 2).copy()
-    steps = reached.astype(np.int16) - 1
+    steps = reached.astype(np.int32) - 1
     for step in itertools.count(1):
         if not reached.any():
             return np.moveaxis(steps, 2, 0)

@@ -10,7 +10,9 @@ import os
 import re
 import shlex
 import signal
-from contextlib import suppress
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from puzzles.text import check_text
 from puzzles.writer import refuse_existing, write_dataset
 from runtime.errors import TransientError, UserError
 from runtime.files import Progress
+from runtime.process import end_with_parent
 
 JOBS_ALONE = 8  # jobs that one process does before others start; starting takes them a second
 JOBS_IN_VAIN = 32  # jobs in a row without a new puzzle, after which distinct() gives up
@@ -237,19 +240,26 @@ def in_parallel(make):
     yield from map(make, range(JOBS_ALONE))
     # the cores that this process may use; macOS counts all
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with multiprocessing.get_context("spawn").Pool(num_cores, ignore_interrupts) as pool:
-        processes = multiprocessing.active_children()
-        results = pool.imap(make, itertools.count(JOBS_ALONE))
-        # the pool would replace a process that was killed, and wait for its result forever
-        while all(process.exitcode is None for process in processes):
-            with suppress(multiprocessing.TimeoutError):
-                yield results.next(timeout=1)
-    raise TransientError("a process ended before its work was done; is the memory full?")
+    pool = ProcessPoolExecutor(num_cores, multiprocessing.get_context("spawn"), begin_process)
+    jobs = deque()
+    try:
+        for number in itertools.count(JOBS_ALONE):
+            jobs.append(pool.submit(make, number))
+            # each core has a job, and the next one waits
+            if len(jobs) == 2 * num_cores:
+                yield jobs.popleft().result()
+    except BrokenProcessPool:
+        raise TransientError("a process ended before its work was done; is the memory full?") from None
+    finally:
+        # to end a process while it writes its result would leave this one waiting for the rest
+        pool.shutdown(cancel_futures=True)
 
 
-def ignore_interrupts():
-    """Leaves Ctrl-C, which reaches the processes of a pool too, to the one that ends them."""
+def begin_process():
+    """Prepares a process of in_parallel()."""
+    # Ctrl-C reaches it, too, but it ends with its parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ UNITS = (
 )
 BOARDS = 4096  # boards in the solver at a time: so many stay in the processor's cache
 SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search: a second; most need 1000
+GENERATIONS = 12  # of hard puzzles
 SHORT_SEARCH = 300  # rounds for each clue of a board with more than 9 rows
 
 
@@ -70,7 +71,7 @@ class Sudoku(Kind):
 
     def num_solutions(self, questions):
         """See Kind."""
-        return count_solutions(candidates_of(questions, self.rows), self.rows, 2, SEARCH)
+        return count_solutions(candidates_of(questions, self.rows), self.rows, 2, SEARCH)[0]
 
     def draw_symmetries(self, n, rng):
         """Draws n Symmetries.
@@ -141,10 +142,11 @@ def candidates_of(boards, size):
 
 
 def count_solutions(candidates, size, limit, search):
-    """Returns the number of solutions of each board [n], counted up to limit; -1: not decided.
+    """Returns the number of solutions of each board [n], counted up to limit, and its rounds of work [n].
 
-    It goes depth first over many boards at once: where the singles are stuck, it splits a board in two at one
-    of its cells with the fewest candidates. It gives up a board that takes more than `search` rounds.
+    The number is -1 where it is not decided. The solver goes depth first over many boards at once: where the
+    singles are stuck, it splits a board in two at one of its cells with the fewest candidates. It gives up a
+    board that takes more than `search` rounds.
 
     candidates: [cells, n].
     """
@@ -182,7 +184,7 @@ def count_solutions(candidates, size, limit, search):
             owners = np.concatenate([owners[alive], owners[split]])
             waiting.append((boards, owners))
     counts[(counts < limit) & (rounds > search)] = -1
-    return np.minimum(counts, limit)
+    return np.minimum(counts, limit), rounds
 
 
 def propagate(candidates, size):
@@ -241,24 +243,52 @@ def is_decided(candidates):
 # Generated puzzles
 
 def minimal_sudokus(index, seed, n, size):
-    """Returns n minimal puzzles (questions, answers), uint8 [n, cells], which depend on seed and index.
+    """Returns n puzzles of remove_clues (questions, answers), uint8 [n, cells], drawn from seed and index."""
+    rng = np.random.default_rng([seed, index])
+    answers = random_boards(n, size, rng)
+    return remove_clues(answers, answers, size, rng), answers
+
+
+def hard_sudokus(index, seed, n, size):
+    """Returns up to n minimal puzzles, as minimal_sudokus does; most of them need many guesses.
+
+    It chooses the puzzles that take the solver most rounds, and breeds from them: a child has some clues
+    more, and loses those that are then needless. The hardest of both live on.
+    """
+    questions, answers = minimal_sudokus(index, seed, 4 * n, size)
+    rng = np.random.default_rng([seed, index, 1])
+    for _ in range(GENERATIONS):
+        # choose the parents
+        _, rounds = count_solutions(candidates_of(questions, size), size, 2, SEARCH)
+        parents = rounds.argsort(kind="stable")[-(n // 2):]
+        questions = questions[parents]
+        answers = answers[parents]
+
+        # each has a child, with two clues more on average
+        is_clue = rng.random(questions.shape) < 3 / questions.shape[1]
+        children = remove_clues(np.where(is_clue, answers, questions), answers, size, rng)
+        questions, first = np.unique(np.concatenate([questions, children]), axis=0, return_index=True)
+        answers = np.concatenate([answers, answers])[first]
+    return questions, answers
+
+
+def remove_clues(questions, answers, size, rng):
+    """Returns minimal puzzles [n, cells] with clues of these questions.
 
     It tries every clue once, in random order, and removes it unless that allows another digit in its cell.
     Boards of more than 9 rows keep a clue where SHORT_SEARCH does not tell: few of them are minimal.
     """
     search = SEARCH if size <= 9 else SHORT_SEARCH
-    rng = np.random.default_rng([seed, index])
-    answers = random_boards(n, size, rng)
-    boards = candidates_of(answers, size)
+    boards = candidates_of(questions, size)
     all_digits = 2 ** size - 1
-    column = np.arange(n)
-    for cell in shuffled(rng, n, size * size).T:
+    column = np.arange(len(questions))
+    for cell in shuffled(rng, *questions.shape).T:
         # the cell may have any digit but the clue's
         clue = boards[cell, column]
         boards[cell, column] = all_digits ^ clue
-        needed = count_solutions(boards, size, 1, search)
+        needed, _ = count_solutions(boards, size, 1, search)
         boards[cell, column] = np.where(needed, clue, all_digits)
-    return np.where(boards.T == all_digits, EMPTY, answers), answers
+    return np.where(boards.T == all_digits, EMPTY, answers)
 
 
 def random_boards(n, size, rng):

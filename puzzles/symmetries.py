@@ -59,7 +59,7 @@ def check_symmetries(kind):
         if exchanged.count(symbol) != symbols.count(symbol):
             raise UserError(f"permute_symbols={exchanged!r}: must be symbols of {symbols}, each once")
     is_square = kind.rows == kind.columns
-    if type(is_dihedral) is not bool or is_dihedral and not is_square:
+    if is_dihedral not in (False, is_square):
         raise UserError(f"dihedral={is_dihedral!r}: must be true or false, and grid {kind.grid} square")
 
 
@@ -83,5 +83,4 @@ def turned(grid, way):
 def dihedral(size):
     """Returns the 8 turned squares as indices [8, cells]."""
     square = np.arange(size * size).reshape(size, size)
-    squares = np.stack([turned(square, way) for way in range(8)])
-    return squares.reshape(8, -1)
+    return np.stack([turned(square, way).ravel() for way in range(8)])

@@ -29,7 +29,7 @@ def parse(task, text):
     forms = (f"a puzzle is a line of {kind.cells} cells, or {kind.rows} lines of {kind.columns} with an "
              f"empty line before the next puzzle; cells are of {symbols!r}, any of {EMPTY_SIGNS!r} is empty")
     questions = {}
-    rows = []  # tokens of the puzzle that is read row by row, which begins at first_line
+    rows = []  # tokens of the puzzle that is read row by row
     # an empty line ends the last puzzle too
     for number, line in enumerate([*text.splitlines(), ""], 1):
         # the line's tokens, None for an unknown sign; a line that has nothing but rulers goes
@@ -43,9 +43,8 @@ def parse(task, text):
             questions[number] = cells
         elif len(cells) == kind.columns and len(rows) < kind.cells:
             if not rows:
-                first_line = number
-            rows = rows + cells
-            questions[first_line] = rows
+                rows = questions[number] = []
+            rows += cells
         elif not cells and len(rows) in (0, kind.cells):
             rows = []
         else:
@@ -116,7 +115,10 @@ def csv_rows(path, columns=("question", "answer"), symbols=" "):
                                 "names its columns")
             if any(row.values()):
                 has_rows = True
-                yield reader.line_num, row | {name: squeezed(row[name], symbols) for name in columns}
+                texts = {name: squeezed(row[name], symbols) for name in columns}
+                if not texts["question"]:
+                    raise UserError(f"{path}:{reader.line_num}: no question")
+                yield reader.line_num, row | texts
     if not has_rows:
         raise UserError(f"{path}:2: no puzzle under the header")
 

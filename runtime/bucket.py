@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import textwrap
-import threading
 import urllib.parse
 from contextlib import nullcontext, suppress
 from multiprocessing import TimeoutError
@@ -118,22 +117,25 @@ class Bucket:
         label = f"{self.url}/{name}"
         url = endpoint or f"{self.objects}/{urllib.parse.quote(self.prefix + name, safe='')}"
 
-        def attempt():
+        def send():
             # requests sends a file in blocks, each with the first time limit; bytes have one for all
             with content.open("rb") if isinstance(content, Path) else nullcontext(content) as body:
-                response = requests.request(method, url, params=params, data=body, auth=authorize,
-                                            timeout=self.timeout, allow_redirects=False)
+                return requests.request(method, url, params=params, data=body, auth=authorize,
+                                        timeout=self.timeout, allow_redirects=False)
 
+        def attempt():
+            response = send()
+            if response.status_code == 401:  # the token has expired, maybe: a new one serves or is wrong
+                access_token.cache_clear()
+                response = send()
             status = response.status_code
             if status < 300:
                 return parse(response.content)
             if status == 404 and not endpoint:
                 return None
             message = textwrap.shorten(re.sub(r"Bearer \S+", "***", f"status {status} {response.text}"), 300)
-            # a refusal is the user's error, unless the server may answer later, or the token has expired;
-            # a new one has no hits
-            if status in RETRIED or status == 401 and access_token.cache_info().hits:
-                access_token.cache_clear()
+            # a refusal is the user's error, unless the server may answer later
+            if status in RETRIED:
                 raise TransientError(message)
             raise UserError(f"{label}: {message}: log in (gcloud auth login), or give the account the role "
                             "Storage Object Admin in a bucket without a retention policy, and a VM the scope "
@@ -217,12 +219,11 @@ class Mirror:
         self.bucket = bucket
         self.copied = set()  # versions of files that the bucket has had
         self.error = None  # of the last copy
-        self.lock = threading.Lock()  # one thread copies at a time
+        self.pool = ThreadPool(1)  # its thread, which does not keep the process alive, copies
 
     def update(self):
-        """Begins to copy what is new, in a thread that does not keep the process alive."""
-        self.thread = threading.Thread(target=self.work, daemon=True)
-        self.thread.start()
+        """Begins to copy what is new, once the copies before have ended."""
+        self.last_copy = self.pool.apply_async(self.try_copy)
 
     def close(self, seconds, stop):
         """Copies what is new, within the given time, or stop_seconds once stop() returns true.
@@ -232,29 +233,25 @@ class Mirror:
         # say so before what may take minutes
         self.checkpoints.say(f"uploading to {self.bucket.url}, for {seconds} s at most")
         self.update()
-        while self.thread.is_alive() and seconds > 0:
-            self.thread.join(1)
+        while not self.last_copy.ready() and seconds > 0:
+            self.last_copy.wait(1)
             seconds -= 1
             if stop():
                 seconds = min(seconds, self.stop_seconds)
-        is_complete = not (self.thread.is_alive() or self.error)
+        is_complete = self.last_copy.ready() and not self.error
         if not is_complete:
             self.checkpoints.say("upload not complete; --init_from=auto uploads the rest")
         return is_complete
 
-    def work(self):
-        with self.lock:
-            # of the threads that have waited, the last one copies
-            if threading.current_thread() is not self.thread:
-                return
-            try:
-                self.copy()
-                self.error = None
-            except Exception as e:  # whatever it is, training continues
-                # a row of errors gets one line
-                if not self.error:
-                    self.checkpoints.say(f"upload failed, the next checkpoint tries again: {e}")
-                self.error = e
+    def try_copy(self):
+        try:
+            self.copy()
+            self.error = None
+        except Exception as e:  # whatever it is, training continues
+            # a row of errors gets one line
+            if not self.error:
+                self.checkpoints.say(f"upload failed, the next checkpoint tries again: {e}")
+            self.error = e
 
     def copy(self):
         """Copies what is new."""

@@ -2,7 +2,7 @@
 
 A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
 has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
-all that solve.py, play.py and export.py need, with 100 test puzzles.
+all that solve.py, play.py and export.py need, with 100 test puzzles or fewer.
 """
 import copy
 import fcntl
@@ -31,14 +31,20 @@ UNFINISHED = r"(ckpt_\d+|best)\.(pt|json)\.tmp"  # what a process that was kille
 # Names of checkpoints, and which are whole
 
 def stem(step):
-    """Returns the name of a step's checkpoint without its ending; names are in the order of the steps."""
+    """Returns the name of a step's checkpoint without its ending."""
     return f"ckpt_{step:08d}"
+
+
+def step_of(name):
+    """Returns the step of a checkpoint's name or path, -1 for another; as text, 9 digits sort before 8."""
+    match = re.fullmatch(r"ckpt_(\d+)", Path(name).stem)
+    return int(match[1]) if match else -1
 
 
 def numbered(names):
     """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
     stems = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
-    return sorted((stem for stem in stems if stem + ".pt" in names), reverse=True)
+    return sorted((stem for stem in stems if stem + ".pt" in names), key=step_of, reverse=True)
 
 
 def outdated(names, newest, keep_last_n):
@@ -46,9 +52,9 @@ def outdated(names, newest, keep_last_n):
 
     names: all files. newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
     """
-    good = [stem for stem in numbered(names) if stem <= newest]
-    oldest = min(good[:keep_last_n], default="")  # of those that stay
-    older = [name for name in names if re.fullmatch(r"ckpt_\d+\.(pt|json)", name) and name < oldest]
+    steps = [step for step in map(step_of, numbered(names)) if step <= step_of(newest)]
+    oldest = min(steps[:keep_last_n], default=0)  # of those that stay
+    older = [name for name in names if re.fullmatch(r"ckpt_\d+\.(pt|json)", name) and step_of(name) < oldest]
     unfinished = [name for name in names if re.fullmatch(UNFINISHED, name)]
     # a .json comes before its .pt, which is no checkpoint without it
     return sorted(older + unfinished)
@@ -70,7 +76,7 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=""):
     newer_than: the name of a checkpoint. It and older ones are passed over.
     """
     for path in checkpoint_paths(out_dir):
-        if Path(path).stem <= newer_than:
+        if step_of(path) <= step_of(newer_than):
             break
         cause = "it does not match the hash in its .json"
         try:
@@ -93,6 +99,7 @@ class Start(NamedTuple):
     step: int
     evaluation: dict  # the last one that was logged at this step
     saved_settings: dict  # of the run that is resumed or evaluated
+    init_sha256: str  # hash of the file that the run began with, or ""
 
 
 def open_start(settings, device):
@@ -114,20 +121,32 @@ def find_start(settings):
 
     # a new run counts its own steps, and has settings and an id of its own
     facts = saved if is_resume or settings.eval_only else {}
-    step = facts.get("step", 0)
-    saved_settings = facts.get("settings", {})
-    evaluation = {}
-    if is_resume:
-        # a run goes on with a FILE if it has begun with that; one file has many names
-        if file and os.path.realpath(file) != os.path.realpath(saved_settings["init_from"]):
-            refuse_run("--out_dir", out_dir, files_of(out_dir))
-        for line in read_metrics(f"{out_dir}/metrics.jsonl"):
-            if line["step"] == step and "eval/loss" in line:
-                evaluation = line
-    else:
+    start = Start(
+        path=path,
+        is_resume=is_resume,
+        run_id=facts.get("run_id", ""),
+        step=facts.get("step", 0),
+        evaluation={},
+        saved_settings=facts.get("settings", {}),
+        init_sha256=saved.get("init_sha256", "") if is_resume else path and file_hash(path),
+    )
+    if not is_resume:
         # an evaluation and a new run take only the weights and their average
-        saved = {name: value for name, value in saved.items() if name not in ("optimizer", "kept")}
-    return Start(path, is_resume, facts.get("run_id", ""), step, evaluation, saved_settings), saved
+        return start, {name: value for name, value in saved.items() if name not in ("optimizer", "kept")}
+
+    # a run goes on with a FILE if it began with that
+    if file and not has_begun_with(start, file):
+        refuse_run("--out_dir", out_dir, files_of(out_dir))
+    for line in read_metrics(f"{out_dir}/metrics.jsonl"):
+        if line["step"] == start.step and "eval/loss" in line:
+            start = start._replace(evaluation=line)
+    return start, saved
+
+
+def has_begun_with(start, file):
+    """Returns True if the run that is resumed began with a file, which may have moved since."""
+    return (os.path.realpath(file) == os.path.realpath(start.saved_settings["init_from"])
+            or os.path.isfile(file) and file_hash(file) == start.init_sha256)
 
 
 def settings_of(start, settings, not_resumed):
@@ -146,8 +165,8 @@ def settings_of(start, settings, not_resumed):
     return settings
 
 
-def check_folders(settings):
-    """Raises UserError for settings with which no start can be found."""
+def check_settings(settings):
+    """Raises UserError for settings of a command with which no start can be found."""
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
                         "--gcs_dir mirrors it to a bucket")
@@ -219,7 +238,7 @@ def pull(bucket, out_dir):
     for name in numbered(bucket.list()):
         # three attempts: a byte of a download may be wrong
         for _ in range(3):
-            if Path(newest_whole(out_dir)).stem >= name:
+            if step_of(newest_whole(out_dir)) >= step_of(name):
                 return
             print(f"fetching {name} from the bucket", flush=True)
             # the .json comes last
@@ -251,7 +270,7 @@ def check_hosts(start, settings, device):
         return
     own = Path(start.path).stem if start.is_resume else ""
     newer = Path(newest_whole(settings.out_dir, newer_than=own)).stem
-    newer, host = max(device.all_gather((newer, device.host)))
+    _, newer, host = max(device.all_gather((step_of(newer), newer, device.host)))
     if not newer:
         return
     line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {own or 'no checkpoint'} on rank "
@@ -269,7 +288,7 @@ class Checkpoints:
     """Writes the checkpoints of a run, to out_dir and gcs_dir. All ranks call its methods, rank 0 writes.
 
     score: a function that ranks evaluations, {"eval/...": number}. say: a function for the lines of the log.
-    run_id: kept across resumes and also used by W&B. is_written: whether the last checkpoint was written.
+    run_id: kept across resumes and also used by W&B. is_written: whether the last save has its file.
     The with block locks out_dir.
     """
 
@@ -291,6 +310,7 @@ class Checkpoints:
         self.facts = dict(
             sizes=run.model.sizes,
             forks=settings.forks,
+            init_sha256=start.init_sha256,
             settings=vars(settings),
             data_sha256=train_set.sha256,
             task=train_set.task,
@@ -338,10 +358,8 @@ class Checkpoints:
     def save(self, step, metrics, name=""):
         """Writes a checkpoint and its .json, unless this step has one."""
         name = name or stem(step)
-        if self.run.device.rank != 0 or name == self.newest:
-            return
-        state = self.run.state_dict() | self.facts | dict(step=step, run_id=self.run_id)
-        self.is_written = self.write(name, state, metrics)
+        if self.run.device.rank == 0:
+            self.is_written = name == self.newest or self.write(name, step, metrics)
 
     def save_if_best(self, step, metrics):
         """Saves best.pt if the evaluation in `metrics` is the best of the run."""
@@ -351,8 +369,9 @@ class Checkpoints:
             if self.is_written:
                 self.best_score = score
 
-    def write(self, name, state, metrics):
+    def write(self, name, step, metrics):
         """Writes a checkpoint. Returns False, and logs it, if it cannot be written."""
+        state = self.run.state_dict() | self.facts | dict(step=step, run_id=self.run_id)
         try:
             os.makedirs(self.out_dir, exist_ok=True)
             # if keep_last_n is lower than before, this may free the space that the checkpoint needs
@@ -389,6 +408,6 @@ class Checkpoints:
 
 
 def some_puzzles(test_set):
-    """Returns 100 test puzzles, {name: tensor [100, ...]}, the same for each call."""
+    """Returns 100 test puzzles or fewer, {name: tensor [n, ...]}, the same for each call."""
     indices = test_set.subset(100, 1)[:100]
     return {name: torch.from_numpy(array) for name, array in test_set.test_batch(indices).items()}

@@ -67,22 +67,24 @@ def read_place():
     Clusters and images set some of these variables for every process. Raises UserError if they say that
     there are others, but not where.
     """
-    values = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
+    given = {name: os.environ.get(name, "") for name in (*TORCHRUN, "LOCAL_RANK", "GROUP_RANK")}
     # Ray Train, accelerate and Lightning join the processes themselves
     has_joined = dist.is_initialized()
-    has_all = all(map(os.environ.get, TORCHRUN))
-    if not (has_joined or has_all) and values["RANK"] in ("", "0") and values["WORLD_SIZE"] in ("", "1"):
+    has_all = all(given[name] for name in TORCHRUN)
+    if not (has_joined or has_all) and given["RANK"] in ("", "0") and given["WORLD_SIZE"] in ("", "1"):
         return Place()
-    with suppress(ValueError):
-        numbers = (int(value or 0) for name, value in values.items() if name != "MASTER_ADDR")
-        rank, world, port, local_rank, host = numbers
+    with suppress(ValueError):  # of a variable that is no number
+        local_rank = int(given["LOCAL_RANK"] or 0)
+        host = int(given["GROUP_RANK"] or 0)
         if has_joined:
             return Place(dist.get_rank(), dist.get_world_size(), local_rank, host)
+        rank = int(given["RANK"])
+        world = int(given["WORLD_SIZE"])
         # torch would wait for a rank beyond the others
-        if has_all and 0 <= rank < world and 0 < port < 2 ** 16:
+        if has_all and 0 <= rank < world and 0 < int(given["MASTER_PORT"]) < 2 ** 16:
             return Place(rank, world, local_rank, host, joins=True)
-    given = " ".join(f"{name}={value}" for name, value in values.items())
-    raise UserError(f"{given} in the environment: several replicas need the first four, as torchrun "
+    variables = " ".join(f"{name}={value}" for name, value in given.items())
+    raise UserError(f"{variables} in the environment: several replicas need the first four, as torchrun "
                     "sets them, RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
                     "`env -u RANK -u WORLD_SIZE python train.py ...`")
 
@@ -96,6 +98,7 @@ class Device:
     type: "cpu", "cuda", "xla" or "tpu". rank: this replica's number among `world`. host: its host's number.
     """
     backend = ""  # of torch.distributed; "": NCCL on CUDA, gloo on the CPU
+    captures_steps = False  # a step is one program, in which scan() is the loop over micro-batches
 
     def __init__(self, device_type, settings, place=None):
         """place: which replica this is; None: as the environment says."""
@@ -254,7 +257,8 @@ class Device:
     def micro_batch_size(self, settings, flops):
         """Returns how many sequences to compute at a time, which changes no result but by rounding.
 
-        On a CPU it is at most what takes some seconds: only between micro-batches can a stop take effect.
+        A fork may look at the place of a sequence in its micro-batch, as examples/houses.py does. On a CPU
+        it is at most what takes some seconds: only between micro-batches can a stop take effect.
         flops: of a training step for a sequence.
         """
         share = settings.global_batch_size // self.world
@@ -265,7 +269,7 @@ class Device:
         return size
 
     def for_each_micro_batch(self, body, sums, weights, batch, size):
-        """Runs body(weights, micro_batch) on each micro-batch; on XLA it is a loop inside the program.
+        """Runs body(weights, micro_batch) on each micro-batch.
 
         Args:
             body: returns what is added to sums, and a tree of tensors [size, ...].
@@ -280,6 +284,11 @@ class Device:
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences
+        if self.captures_steps and size < num_sequences:
+            micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
+            sums, results = self.scan(body, sums, weights, micro_batches)
+            return sums, tree_map(lambda t: t.flatten(0, 1), results)
+
         results = []
         began = 0.0
         for first in range(0, num_sequences, size):
@@ -350,9 +359,8 @@ def check_batch_size(settings, device):
                         f"{device.world} replicas")
     size = settings.micro_batch_size
     if size and share % size:
-        fitting = max(n for n in range(1, size) if share % n == 0)
-        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: {fitting} "
-                        "does, and any other size gives the same result")
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: all that "
+                        "do give the same result")
 
 
 def peak_flops(device):

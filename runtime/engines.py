@@ -48,15 +48,12 @@ def choose_device(wanted):
     if missing in NEEDS and not (missing == "cuda" and has_cuda):
         raise UserError(f"--device={wanted} needs {NEEDS[missing]}")
     check_launcher(place)
-    note = ""
     if hasattr(torch, "tpu"):
         # the first backward pass looks for a TPU, and libtpu would ask a metadata server for one forever
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-        note = "; with TORCH_DEVICE_BACKEND_AUTOLOAD=0 TorchTPU does not look for a TPU"
-    if has_cuda and wanted != "cpu":
-        return "cuda", "a CUDA GPU is here" + note
-    reason = "--device=cpu" if wanted == "cpu" else "no TPU and no CUDA GPU found"
-    return "cpu", reason + note
+    if wanted == "cpu":
+        return "cpu", "--device=cpu"
+    return ("cuda", "a CUDA GPU is here") if has_cuda else ("cpu", "no TPU and no CUDA GPU found")
 
 
 def check_launcher(place):

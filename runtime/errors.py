@@ -51,8 +51,12 @@ def reporting_full_memory(micro_batch_size=1):
         raise UserError(f"out of memory on the device: {advice}") from None
 
 
-def check_values(values, batch_size):
-    """Raises UserError for the first value of a SupervisionStep whose shape is not [batch_size]."""
+def check_values(values, names, batch_size):
+    """Raises UserError unless a SupervisionStep has values of these names, and all are [batch_size]."""
+    for name in names:
+        if name not in values:
+            raise UserError(f"model.py's METRICS or LOSS_TERMS has {name!r}, but TRM.forward returns no such "
+                            "value")
     for name, value in values.items():
         if value.shape != (batch_size,):
             raise UserError(f"{name}, a term of the loss or a metric, must be a number for each sequence, "

@@ -20,7 +20,8 @@ class FlopCounter(TorchDispatchMode):
 def flops_per_example(model, cycles=None):
     """Returns the FLOPs of a training step for one sequence.
 
-    cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0.
+    cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0. The model is in training
+    mode afterwards.
     """
     # one sequence on the device "meta", where tensors have shapes and no numbers
     leaves = {name: w.to("meta").requires_grad_() for name, w in model.weights().items()}
@@ -31,14 +32,11 @@ def flops_per_example(model, cycles=None):
         puzzle_rows = torch.empty(1, model.settings.puzzle_emb_ndim, device="meta", requires_grad=True)
 
     # a forward and a backward pass, in training mode
-    steps = sequences["steps"]
-    was_training = model.training
+    model.train()
     try:
         with FlopCounter() as counter:
-            result = model.train().call_with(leaves | buffers, sequences, puzzle_rows, steps, cycles)
+            result = model.call_with(leaves | buffers, sequences, puzzle_rows, sequences["steps"], cycles)
             result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0
-    finally:
-        model.train(was_training)
     return counter.total

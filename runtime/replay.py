@@ -68,6 +68,25 @@ class Replayable(TorchDispatchMode):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The replay
+
+def replayed(capture, fn):
+    """Returns fn(state, inputs, *static) as one program for each static, captured once and then replayed.
+
+    What fn reads besides its arguments must not change. capture(fn, state, inputs, *static) returns the
+    program, a function (state, inputs). It raises NotReplayable for what cannot be captured.
+    """
+    programs = {}
+
+    def call(state, inputs, *static):
+        if static not in programs:
+            programs[static] = capture(fn, state, inputs, *static)
+        return programs[static](state, inputs)
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Attention
 
 class Recomputed(torch.autograd.Function):

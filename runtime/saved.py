@@ -28,8 +28,7 @@ def read_checkpoint(path):
         # ours has "weights" among other entries; the official code saves only the weights, others nest them,
         # and may have their average beside them
         if "weights" not in saved:
-            nested = [saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)]
-            weights = nested[0] if nested else saved
+            weights = next((saved[name] for name in WEIGHTS if isinstance(saved.get(name), dict)), saved)
             saved = {"weights": weights | saved.get("ema_helper", {})}
         if not all(map(torch.is_tensor, saved["weights"].values())):
             raise ValueError("it has no weights")

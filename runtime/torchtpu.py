@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.device import TORCHRUN, Device
 from runtime.errors import UserError
-from runtime.replay import Replayable, write_out_attention
+from runtime.replay import Replayable, replayed, write_out_attention
 
 warnings.filterwarnings("ignore", "<TorchTpu/ApiStage/ExperimentalApi/>")
 
@@ -31,7 +31,7 @@ class TPUDevice(Device):
 
     def __init__(self, settings):
         super().__init__("tpu", settings)
-        self.compiles = settings.compile != "off"
+        self.compiles = self.captures_steps = settings.compile != "off"
         self.name = torch.tpu.get_device_name()  # a name of PEAK_FLOPS
         self.num_programs = 0
         self.compile_seconds = 0.0
@@ -57,19 +57,8 @@ class TPUDevice(Device):
         return fn  # compile_step() compiles the whole step
 
     def compile_step(self, fn):
-        """Returns fn(state, inputs, *static) as one program for each static: captured once, then replayed.
-
-        What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off operations run one by one.
-        """
-        programs = {}
-
-        def call(state, inputs, *static):
-            if static not in programs:
-                programs[static] = self.capture(fn, state, inputs, *static)
-            return programs[static](state, inputs)
-
-        return call if self.compiles else fn
+        """See replay.replayed. With --compile=off operations run one by one."""
+        return replayed(self.capture, fn) if self.captures_steps else fn
 
     def capture(self, fn, state, inputs, *static):
         """Compiles fn and returns a function with its arguments and results, which runs the program."""
@@ -105,17 +94,12 @@ class TPUDevice(Device):
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return trace(step, tree_map(mode.from_tensor, (state, inputs)))
 
-    def for_each_micro_batch(self, body, sums, weights, batch, size):
-        """Runs body in a loop inside the program, whose memory does not grow with its length.
+    def scan(self, body, sums, weights, micro_batches):
+        """Runs body on micro_batches [n, size, ...] in a loop, whose memory does not grow with its length.
 
-        With --compile=off it runs the operations of one micro-batch after the other.
+        Returns the sums and the trees of body, [n, size, ...].
         """
-        if not self.compiles or size in (0, len(tree_leaves(batch)[0])):
-            return super().for_each_micro_batch(body, sums, weights, batch, size)
-
         # the loop takes flat lists of tensors, and the graph of its body
-        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
-
         def step(sums, micro_batch, weights):
             addends, result = body(weights, micro_batch)
             return tree_map(torch.add, sums, addends), tree_map(torch.clone, result)
@@ -126,8 +110,7 @@ class TPUDevice(Device):
             graph, constants, structure = trace(step, examples)
         results = scan_op(
             graph, tree_leaves(sums), tree_leaves(micro_batches), [*tree_leaves(weights), *constants])
-        sums, results = tree_unflatten(list(results), structure)
-        return sums, tree_map(lambda t: t.flatten(0, 1), results)
+        return tree_unflatten(list(results), structure)
 
     def counts(self):
         return {"tpu/compiles": self.num_programs, "tpu/compile_time": self.compile_seconds}

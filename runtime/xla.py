@@ -19,7 +19,7 @@ import torch_xla.runtime as xr
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from runtime.device import Device, Place
-from runtime.replay import Replayable, write_out_attention
+from runtime.replay import Replayable, replayed, write_out_attention
 
 XLAC = torch_xla._XLAC
 # where replicas are threads, one compiles while it holds this lock, and the others find its program
@@ -33,7 +33,8 @@ class XLADevice(Device):
         place = Place(rank=xr.global_ordinal(), world=xr.world_size(), host=xr.host_index())
         super().__init__("xla", settings, place)
         self.compiles = True
-        self.is_lazy = settings.compile == "off"  # a step is traced at each call, and not captured
+        # with --compile=off a step is traced at each call, and its memory grows with its micro-batches
+        self.captures_steps = settings.compile != "off"
         self.torch_device = torch_xla.device()
         self.replicas_are_threads = self.world > 1 and os.environ["PJRT_DEVICE"] == "CPU"
         # The backward pass stays on this thread. Gradients that another thread still holds when the step ends
@@ -90,19 +91,8 @@ class XLADevice(Device):
         return fn  # compile_step() compiles the whole step
 
     def compile_step(self, fn):
-        """Returns fn(state, inputs, *static) as one program for each static: traced once, then replayed.
-
-        What fn reads besides its arguments must not change. Raises NotReplayable for what cannot be captured.
-        With --compile=off fn is traced at every call, as torch_xla's programs usually are.
-        """
-        programs = {}
-
-        def call(state, inputs, *static):
-            if static not in programs:
-                programs[static] = Program(self, fn, state, inputs, static)
-            return programs[static].run(state, inputs)
-
-        return partial(self.call_lazily, fn) if self.is_lazy else call
+        """See replay.replayed. With --compile=off fn is traced at every call, as is usual with torch_xla."""
+        return replayed(self.capture, fn) if self.captures_steps else partial(self.call_lazily, fn)
 
     def call_lazily(self, fn, state, inputs, *static):
         """Traces fn, and runs what it has traced."""
@@ -112,6 +102,55 @@ class XLADevice(Device):
         self.launch(tree_leaves(outputs)[0])
         state.update(new_state)
         return outputs
+
+    def capture(self, fn, state, inputs, *static):
+        """Compiles fn, and returns the function (state, inputs) that runs its program."""
+        # trace it; the next all-reduce would follow the one in fn, whose numbers are not there
+        try:
+            with LAUNCH, torch.no_grad(), Replayable():
+                lowering, placeholders, structure = self.lower(fn, state, inputs, *static)
+        finally:
+            XLAC._set_all_reduce_token(str(self.torch_device), None)
+        # a parameter of the program is one of the inputs or a constant that fn made; -1: an unused input
+        sources = {lowering.tensor_parameter_id(t): i for i, t in enumerate(placeholders)}
+        constants = lowering.device_parameter_id_tensor_mapping()
+        parameters = sorted((sources.keys() | constants.keys()) - {-1})
+
+        def arguments(state, inputs):
+            """Returns the arguments of the program, in the order of its parameters."""
+            tensors = tree_leaves((state, inputs))
+            # what a fork computed between steps is a program of its own
+            if any(XLAC._check_tensor_need_materialization(tensors)):
+                self.launch(tensors[0])
+            return [tensors[sources[p]] if p in sources else constants[p] for p in parameters]
+
+        # compile without running, as torch.compile's backend "openxla" does; the new state takes the memory
+        # of the old one
+        examples = arguments(state, inputs)
+        for t in tree_leaves(state):
+            XLAC._set_buffer_donation(t, True)
+        XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+        computation = xb.computation_from_module_proto("step", lowering.hlo())
+        with LAUNCH:
+            results = XLAC._xla_user_computation("xla::_op_step", examples, computation)
+            program = XLAC._get_graph_hash(results)
+            XLAC._xla_warm_up_cache(results, [])
+        # the compiled program has an order of its own
+        numbers = {XLAC._xla_get_tensor_id(t): i for i, t in enumerate(examples)}
+        ids, _ = XLAC._get_tensors_xla_device_data_node(results)
+        order = [numbers[id] for id in ids]
+        assert len(order) == len(examples), "inputs of the step share their memory"
+
+        def replay(state, inputs):
+            tensors = arguments(state, inputs)  # kept: freeing one would wait for the program
+            results = XLAC._run_cached_graph(program, [tensors[i] for i in order])
+            new_state, outputs = tree_unflatten(results, structure)
+            state.update(new_state)
+            if self.replicas_are_threads:
+                results[0].cpu()  # waits without Python's lock, which peers need
+            return outputs
+
+        return replay
 
     def lower(self, fn, state, inputs, *static):
         """Returns fn's program, not compiled: (LoweringContext, its parameters, structure of its results)."""
@@ -134,29 +173,25 @@ class XLADevice(Device):
             result.cpu()
         torch_xla.sync()
 
-    def for_each_micro_batch(self, body, sums, weights, batch, size):
-        """Runs body in a loop inside the program, whose memory does not grow with its length.
+    def scan(self, body, sums, weights, micro_batches):
+        """Runs body on micro_batches [n, size, ...] in a loop, whose memory does not grow with its length.
 
-        With --compile=off the program has no loop, and its memory grows with the number of micro-batches.
+        Returns the sums and the trees of body, [n, size, ...].
         """
         from torch_xla.experimental.scan import _scan_impl_pytree
-
-        if self.is_lazy or size in (0, len(tree_leaves(batch)[0])):
-            return super().for_each_micro_batch(body, sums, weights, batch, size)
 
         def scan_body(carry, micro_batch):
             sums, weights = carry
             # the scan turns bools into integers
-            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, batch)
+            micro_batch = tree_map(torch.Tensor.type_as, micro_batch, micro_batches)
             addends, result = body(weights, micro_batch)
             sums = tree_map(torch.add, sums, addends)
             # the scan does not accept the same tensors as its next carry
             weights = {name: w * 1 for name, w in weights.items()}
             return (sums, weights), result
 
-        micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
         (sums, _), results = _scan_impl_pytree(scan_body, (sums, weights), micro_batches)
-        return sums, tree_map(lambda t: t.flatten(0, 1), results)
+        return sums, results
 
     def peak_memory(self):
         with suppress(RuntimeError):  # the CPU has no such number
@@ -172,78 +207,3 @@ class XLADevice(Device):
             "xla/compile_time": compile_data[1] / 1e9,
             "xla/fallbacks": sum(map(met.counter_value, fallbacks)),
         }
-
-
-# ---------------------------------------------------------------------------------------------------------
-# A step
-
-class Program:
-    """A step as one program, captured and compiled; run() then replays it.
-
-    Args:
-        device: an XLADevice.
-        fn, state, inputs, static: the step, a function (state, inputs, *static), and its arguments.
-    """
-
-    def __init__(self, device, fn, state, inputs, static):
-        self.device = device
-        computation = self.capture(fn, state, inputs, static)
-        self.compile(computation, state, inputs)
-
-    def capture(self, fn, state, inputs, static):
-        """Traces the step and returns its computation, not compiled."""
-        device = self.device
-        try:
-            with LAUNCH, torch.no_grad(), Replayable():
-                lowering, placeholders, self.structure = device.lower(fn, state, inputs, *static)
-        finally:
-            # the next all-reduce would follow this one, whose numbers are not there
-            XLAC._set_all_reduce_token(str(device.torch_device), None)
-        # a parameter of the program is one of the inputs or a constant that fn made
-        self.sources = {
-            lowering.tensor_parameter_id(t): i
-            for i, t in enumerate(placeholders)
-        }
-        self.constants = lowering.device_parameter_id_tensor_mapping()
-        return xb.computation_from_module_proto("step", lowering.hlo())
-
-    def compile(self, computation, state, inputs):
-        """Compiles without running, as torch.compile's backend "openxla" does."""
-        # the new state takes the memory of the old one
-        arguments = self.arguments(state, inputs)
-        for t in tree_leaves(state):
-            XLAC._set_buffer_donation(t, True)
-        XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
-        with LAUNCH:
-            results = XLAC._xla_user_computation("xla::_op_step", arguments, computation)
-            self.hash = XLAC._get_graph_hash(results)
-            XLAC._xla_warm_up_cache(results, [])
-        # the compiled program has an order of its own
-        numbers = {
-            XLAC._xla_get_tensor_id(t): i
-            for i, t in enumerate(arguments)
-        }
-        ids, _ = XLAC._get_tensors_xla_device_data_node(results)
-        self.order = [numbers[id] for id in ids]
-        assert len(self.order) == len(arguments), "inputs of the step share their memory"
-
-    def arguments(self, state, inputs):
-        """Returns the arguments of the program, in the order of its parameters."""
-        tensors = tree_leaves((state, inputs))
-        # what a fork computed between steps is a program of its own
-        if any(XLAC._check_tensor_need_materialization(tensors)):
-            self.device.launch(tensors[0])
-        inputs = {p: tensors[i] for p, i in self.sources.items()}
-        parameters = self.constants | inputs
-        order = sorted(parameters.keys() - {-1})  # -1: an unused input
-        return [parameters[p] for p in order]
-
-    def run(self, state, inputs):
-        """Runs the program, in place on state, and returns the step's outputs."""
-        arguments = self.arguments(state, inputs)  # kept: freeing one would wait for the program
-        results = XLAC._run_cached_graph(self.hash, [arguments[i] for i in self.order])
-        new_state, outputs = tree_unflatten(results, self.structure)
-        state.update(new_state)
-        if self.device.replicas_are_threads:
-            results[0].cpu()  # waits without Python's lock, which peers need
-        return outputs

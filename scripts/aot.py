@@ -39,12 +39,6 @@ from runtime import process
 from runtime.errors import UserError
 from runtime.replay import Replayable
 
-
-class Settings:
-    # what to compile for
-    tpu = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
-
-
 # Slices in libtpu's words. The number in the name of a v4 or v5p counts cores, two per chip.
 TOPOLOGIES = {
     "v4-8": "v4:2x2x1", "v4-16": "v4:2x2x2", "v4-32": "v4:2x2x4", "v4-64": "v4:2x4x4",
@@ -52,6 +46,13 @@ TOPOLOGIES = {
     "v5e-1": "v5e:1x1", "v5e-4": "v5e:2x2", "v5e-8": "v5e:2x4", "v5e-16": "v5e:4x4", "v5e-32": "v5e:4x8",
     "v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4", "v6e-32": "v6e:4x8",
 }
+
+
+class Settings:
+    # what to compile for
+    tpu: configurator.one_of(TOPOLOGIES) = ""  # a TPU slice, such as v4-32, v5e-8 or v6e-4
+
+
 # How torch_xla runs the cores of a chip, in libtpu's words: megacore joins two cores into one.
 CORES = {"v4": "megacore", "v5p": "megacore", "v5e": "default", "v6e": "default"}
 ALL_REDUCE = torch.ops._c10d_functional
@@ -64,22 +65,19 @@ def main(argv):
     aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + flags)
     train.check_settings(settings)
-    if aot_settings.tpu not in TOPOLOGIES:
-        raise UserError(f"tpu must be one of {', '.join(TOPOLOGIES)}, not {aot_settings.tpu!r}")
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
 
-    # trace both steps, then compile them
+    # trace each step, then compile it
     topology = TOPOLOGIES[aot_settings.tpu]
     generation, shape = topology.split(":")
     replica, lower = open_engine(settings, math.prod(map(int, shape.split("x"))))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         settings.data_path = bench.find_or_make_dataset(settings.data_path, folder)
-        steps = steps_of(settings, replica)
-        programs = {step: lower(replica, *arguments) for step, arguments in steps.items()}
         dump = Path(folder, "libtpu")
-        for step, (program, state) in programs.items():
+        for step, arguments in steps_of(settings, replica).items():
+            program, state = lower(replica, *arguments)
             print(f"{topology}: compiling the {step} step, which can take minutes", flush=True)
             memory = compile_program(program, state, topology, CORES[generation], dump)
             figures[step] = memory | read_dump(dump, CLOCKS[generation])
@@ -98,14 +96,16 @@ def open_engine(settings, chips):
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chips)
-        return train.open_device("tpu", settings), lower_torchtpu
-
-    # one replica of torch_xla on the CPU; the variable makes it keep the all-reduce
-    os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
-    replica = train.open_device("xla", settings)
-    replica.name = "TPU"
+        replica = train.open_device("tpu", settings)
+        lower = lower_torchtpu
+    else:
+        # one replica of torch_xla on the CPU; the variable makes it keep the all-reduce
+        os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
+        replica = train.open_device("xla", settings)
+        replica.name = "TPU"
+        lower = lower_xla
     replica.world = chips
-    return replica, lower_xla
+    return replica, lower
 
 
 def lower_xla(replica, step, state, inputs):

@@ -2,10 +2,11 @@
 
     python scripts/compare.py out/one out/cpu 1e-3
 
-The exit code is 1 if the largest relative difference is above the limit, the last argument, and 2 if there is
-no such step.
+The exit code is 1 if the largest relative difference is above the limit, the last argument, or if there is no
+such step.
 """
 import json
+import math
 import sys
 
 
@@ -20,8 +21,6 @@ if __name__ == "__main__":
     losses = losses_of(run)
     expected = losses_of(reference)
     errors = [abs(losses[step] / expected[step] - 1) for step in losses.keys() & expected]
-    if not errors:
-        print("compare.py: no step has a loss in both runs", file=sys.stderr)
-        sys.exit(2)
-    print(f"{len(errors)} losses within {max(errors):.1e} of {reference}")
-    sys.exit(max(errors) > float(limit))
+    worst = max(errors, default=math.inf)
+    print(f"{len(errors)} losses within {worst:.1e} of {reference}")
+    sys.exit(worst > float(limit))

@@ -44,7 +44,7 @@ class Settings:
     """All settings are train.py's."""
 
 
-HOUSES = weights.EXAMPLES.resolve() / "houses.py"
+HOUSES = str(weights.EXAMPLES / "houses.py")
 PREFIX = "_orig_mod.model.inner."  # the beginning of the official names of weights
 # the settings that engine.js reads
 NETWORK = "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "mlp_t", "pos_encodings"
@@ -155,7 +155,7 @@ def write_page(paths, target, train_arguments):
 def page_content(path, train_arguments):
     """Returns what game.js knows of a model, a dict for JSON. Args: see solve.load. Raises UserError."""
     trm, settings = solve.load(path, train_arguments)
-    problem = next(problems_of(trm, settings), None)
+    problem = problem_of(trm, settings, weights.own_forks(solve.file_of(path)))
     if problem:
         raise UserError(f"{path}: {problem}: a page cannot compute it, scripts/solve.py can")
     kind = kind_of(trm.task)
@@ -203,28 +203,34 @@ def base64_of(t):
     return base64.b64encode(bits).decode()
 
 
-def problems_of(trm, settings):
-    """Yields why engine.js cannot run a model, in words. trm, settings: the results of solve.load."""
+def problem_of(trm, settings, own_forks):
+    """Returns why engine.js cannot run a model, in words, or "".
+
+    Args:
+        trm, settings: the results of solve.load.
+        own_forks: the paths of the forks in examples/ that trained it.
+    """
     # a fork that is not among the arguments may have replaced anything
-    yield from missing_forks(trm.forks, settings.forks)
+    missing = missing_forks(trm.forks, settings.forks)
+    if missing:
+        return missing[0]
     num_identifiers = trm.sizes["num_puzzle_identifiers"]
     if num_identifiers > 1:
-        yield f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
+        return f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
     # engine.js knows the network of one fork, alone or with an optimizer
-    if (HOUSES in map(Path.resolve, map(Path, settings.argv))
-            and settings.forks.keys() <= {"houses.py", "soap.py"}):
-        return
+    if HOUSES in own_forks and settings.forks.keys() <= {"houses.py", "sizes.py", "soap.py"}:
+        return ""
 
     # model.py may have been edited
     for name in trm.state_dict():
         if not WEIGHTS.fullmatch(name):
-            yield f"engine.js does not know the weights {name}"
-    # a fork that has run may change the loss, but no answers: those of model.py, which runs once more, count
+            return f"engine.js does not know the weights {name}"
+    # a fork may change the loss, but no answers: model.py runs once more, without the fork, for its answers
     original = runpy.run_path(model.__file__)["TRM"](trm.settings, **trm.sizes, task=trm.task)
     original.load_state_dict(trm.state_dict(), strict=False)  # without a weight it answers otherwise
     questions = trm.test_puzzles["inputs"][:3]
-    if not all(map(torch.equal, weights.solve(trm, questions, 3), weights.solve(original, questions, 3))):
-        yield "a fork changes the answers"
+    results = weights.solve(trm, questions, 3), weights.solve(original, questions, 3)
+    return "" if all(map(torch.equal, *results)) else "a fork changes the answers"
 
 
 if __name__ == "__main__":

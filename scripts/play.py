@@ -3,13 +3,12 @@
     python scripts/play.py                              models/sudoku.pt
     python scripts/play.py out/demo                     a run's
     python scripts/play.py out/fork fork.py             a model that fork.py trained
-    python scripts/play.py out/demo models/sudoku-6x6.pt --output=page.html    two models, in a file to keep
+    python scripts/play.py out/demo models/sudoku-6x6.pt     two models
 
 The models are those of solve.py. Each brings 100 test puzzles; others can be typed or pasted. The page is a
-file of export.py, which says what it can compute. Without --output it is a temporary file. Some browsers,
-such as Ubuntu's Firefox, cannot read temporary files.
+temporary file of export.py, which says what it can compute. Some browsers, such as Ubuntu's Firefox, cannot
+read temporary files: for them, export.py writes the page elsewhere.
 """
-import os
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -22,18 +21,15 @@ from runtime.process import command
 
 
 class Settings:
-    # output
-    output = ""  # keep the page in this new .html file
+    """All settings are train.py's."""
 
 
 def main(argv):
     """Writes the page, prints where it is, and opens it."""
-    settings, operands, train_arguments = split_arguments(Settings, argv)
-    paths = operands or [os.path.relpath(f"{solve.ROOT}/models/sudoku.pt")]
-    target = settings.output or f"{tempfile.mkdtemp()}/play.html"
-    solve.check_new_file(target)
-    export.write_page(paths, target, train_arguments)
-    webbrowser.open(Path(target).absolute().as_uri())
+    _, paths, train_arguments = split_arguments(Settings, argv)
+    page = Path(tempfile.mkdtemp(), "play.html")
+    export.write_page(paths or [f"{solve.ROOT}/models/sudoku.pt"], str(page), train_arguments)
+    webbrowser.open(page.as_uri())
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ import numpy as np
 
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
-import evaluate
 import model
 import train
 import weights
@@ -90,7 +89,7 @@ def main(argv):
     try:
         questions = parse(kind.task, text)
     except UserError as e:
-        raise UserError(f"{place or 'no such file; as a text, '}{e}") from None
+        raise UserError(f"{place}{e}") from None
     check_questions(kind, questions, known_answers, place)
     is_file = known_answers or len(questions) > 1 or output_settings.output
     if is_file and (output_settings.steps or output_settings.plot):
@@ -116,7 +115,7 @@ def check_new_file(path):
 def read_source(source):
     """Returns where puzzles stand, for messages, their text, and {line: known answer} for those of a .csv.
 
-    source: a file, or the text itself, which stands nowhere. Raises UserError.
+    source: a file, or the text itself. Raises UserError.
     """
     place = f"{source}: "
     if re.search(r"\.[ct]sv(\.gz)?$", source.lower()):
@@ -125,11 +124,11 @@ def read_source(source):
         known_answers = {}
         for number, row in csv_rows(source, ["question"]):
             lines += [""] * (number - 1 - len(lines))
-            lines.append("".join(row["question"].splitlines()))
+            lines.append(row["question"])
             known_answers[number] = row.get("answer") or ""
         return place, "\n".join(lines), known_answers
     if not os.path.exists(source):
-        return "", source, {}
+        return "no such file; as a text, ", source, {}
     with open_text(source) as f:
         return place, f.read(), {}
 
@@ -255,26 +254,28 @@ def solve_file(settings, trm, kind, questions, known_answers, output_settings):
         known_answers: a text for each; "": it is not known.
         output_settings: this script's settings.
     """
-    # all attempts at all puzzles
+    # all attempts at all puzzles; the surest answers count
     results = weights.answers_to(settings, trm, questions)
-    answers, logits, steps = (results[name] for name in evaluate.SUREST)
+    answers = results["surest_preds"]
+    verdicts = [result_of(kind, *puzzle) for puzzle in zip(questions, answers, known_answers)]
+    for verdict, count in Counter(verdicts).items():
+        print(f"{count} of {len(verdicts)} {verdict} ({count / len(verdicts):.1%})")
 
-    # a line for each puzzle
-    lines = []
-    figures = zip(sigmoid(logits).round(4), results["attempts"], steps.astype(int))
-    for question, answer, known_answer, numbers in zip(questions, answers, known_answers, figures):
-        result = result_of(kind, question, answer, known_answer)
-        lines.append([kind.text(question), kind.text(answer), *numbers, result])
-
-    # a summary, and the file
-    for result, count in Counter(line[-1] for line in lines).items():
-        print(f"{count} of {len(lines)} {result} ({count / len(lines):.1%})")
+    # the file has a row for each puzzle
+    columns = dict(
+        question=map(kind.text, questions),
+        answer=map(kind.text, answers),
+        certainty=sigmoid(results["surest_q_halt_logits"]).round(4),
+        attempts=results["attempts"],
+        step=results["surest_steps"].astype(int),
+        result=verdicts,
+    )
     path = output_settings.output
     if path:
         with writing(path), open(path, "w", encoding="utf-8", newline="") as f:
             writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(["question", "answer", "certainty", "attempts", "step", "result"])
-            writer.writerows(lines)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values()))
 
 
 def result_of(kind, question, answer, known_answer):
@@ -290,10 +291,9 @@ def result_of(kind, question, answer, known_answer):
     judgement = kind.judge(question[None], answer[None])
     if judgement:
         return "right" if judgement.solved[0] else "wrong"
-    # a known answer may be missing, cut off, or in another notation
-    symbols = kind.symbols[1:]
-    known_answer = squeezed(known_answer, symbols)
-    if len(known_answer) != kind.cells or not {*known_answer} <= {*symbols}:
+    # a known answer may be missing or cut off
+    known_answer = squeezed(known_answer, kind.symbols[1:])
+    if len(known_answer) != kind.cells:
         return "not judged"
     return "right" if known_answer == kind.text(answer) else "wrong"
 

@@ -106,16 +106,17 @@ class StudyRun:
         self.name = path.stem
         # a run that has begun goes on
         arguments = [os.path.relpath(path), "--init_from=auto", *train_arguments]
-        self.settings = configure(train.Settings, arguments)
+        settings = configure(train.Settings, arguments)
         # each run has a folder of its own in the folder that is given for all
         for setting in "out_dir", "gcs_dir":
-            folder = getattr(self.settings, setting)
+            folder = getattr(settings, setting)
             if folder and os.path.basename(folder) != self.name:
                 own_folder = os.path.join(folder, self.name)
-                setattr(self.settings, setting, own_folder)
+                setattr(settings, setting, own_folder)
                 arguments.append(f"--{setting}={own_folder}")
-        train.check_settings(self.settings)
-        self.metrics = f"{self.settings.out_dir}/metrics.jsonl"
+        train.check_settings(settings)
+        self.settings = settings
+        self.metrics = f"{settings.out_dir}/metrics.jsonl"
         self.command = [os.path.relpath(train.__file__), *arguments]
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 
+import fork_server
 import pytest
 
 gc.disable()  # a collection while torch is imported visits a million objects; see pytest_collection_finish
@@ -20,15 +21,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # These files take long for their size: each test starts several processes, or compiles.
-LONG = ["test_aot.py", "test_chaos.py", "test_copies.py", "test_first_chip.py", "test_parity.py",
-        "test_smoke.py"]
+LONG = ["test_aot.py", "test_chaos.py", "test_copies.py", "test_first_chip.py", "test_models.py",
+        "test_parity.py", "test_smoke.py", "test_sweep.py"]
 
 
 def pytest_configure(config):
-    # the process that only hands out the tests of `pytest -n` need not import torch
+    # the process that only hands out the tests of `pytest -n` need not import torch, but its server does
     if config.getoption("dist", "no") == "no":
         pytest.register_assert_rewrite("helpers")
         config.pluginmanager.import_plugin("shared_fixtures")
+    else:
+        os.environ["FORK_SERVER"] = fork_server.start()
 
 
 def pytest_collection_finish():

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 import logging
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import random
 import re
@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -100,11 +101,12 @@ def small_dataset(path):
     return prepare_sudoku.main(configurator.configure(prepare_sudoku.Settings, flags))
 
 
-# New processes are forked from a server that has imported this file, since to import torch takes seconds.
+# New processes are forked from a server that has imported this file.
 
 gc.disable()  # a collection would visit a million objects of torch; new processes and pytest enable it
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["helpers", "torch._dynamo", "torch_xla"])  # if it is installed
+if "FORK_SERVER" in os.environ:
+    fork_server.use(os.environ["FORK_SERVER"])
 
 
 class NewProcess(CONTEXT.Process):
@@ -117,17 +119,14 @@ class NewProcess(CONTEXT.Process):
         self.writer = Connection(os.dup(1), readable=False)
 
     def start(self):
-        # the first process starts the server, which finds this file there
-        with pytest.MonkeyPatch.context() as variables:
-            variables.setenv("PYTHONPATH", f"{ROOT}/tests")
-            variables.setenv("PJRT_DEVICE", "CPU")  # or torch_xla says which one it takes
-            super().start()
+        fork_server.start()
+        super().start()
 
     def run(self):
         gc.freeze()  # a collection would copy the objects of the server, too
         gc.enable()
         # what this one starts comes from the same server, which is the parent of all
-        multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+        fork_server.SERVER.ensure_running = lambda: None
         multiprocessing.process._parent_process = None
         os.chdir(self.folder)
         os.environ.clear()
@@ -272,7 +271,7 @@ def last_weights(out):
 
 def judgements(task, arrays):
     """Returns how many answers count in each metric that an evaluation adds to model.METRICS."""
-    own = dict.fromkeys((*model.METRICS, *model.LOSS_TERMS), np.zeros(1))
+    own = dict.fromkeys((*model.METRICS, *model.LOSS_TERMS), np.ones(1))
     sums = evaluate.eval_sums(SimpleNamespace(eval_attempts=1), SimpleNamespace(task=task), own | arrays)
     return {name: total for name, total in sums.items() if name not in own}
 

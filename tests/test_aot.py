@@ -1,22 +1,19 @@
 """scripts/aot.py at tiny sizes: what the TPU's own compiler makes of a step, and wrong input in words."""
 import json
+from pathlib import Path
 
 import aot
 import pytest
-from helpers import TrainProcess, needs
+from helpers import DEEP, TINY, TrainProcess, needs
 
 from runtime import errors
 
 pytestmark = pytest.mark.xla
 
-SMALL = ["--hidden_size=64", "--num_heads=2", "--puzzle_emb_ndim=64", "--puzzle_emb_len=2", "--L_layers=1",
-        "--H_cycles=2", "--L_cycles=1", "--halt_max_steps=4", "--global_batch_size=16"]
-
-
 def run_aot(*flags, code=0):
     needs("jax")
     needs("libtpu")
-    return TrainProcess([*SMALL, *flags], script="aot").output(code)
+    return TrainProcess([*TINY, *DEEP, *flags], script="aot").output(code)
 
 
 def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles):
@@ -42,10 +39,10 @@ def test_a_batch_that_does_not_fit_is_refused_in_the_compilers_words(random_puzz
 def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UserError, match=words):
-        aot.main([*SMALL, *flags])
+        aot.main([*TINY, *DEEP, *flags])
 
 
-def test_what_other_units_do_has_no_schedule_and_does_not_count(tmp_path):
+def test_what_other_units_do_has_no_schedule_and_does_not_count():
     """A gather on a v6e's SparseCores, as libtpu 0.0.52 writes it."""
     program = """HloModule step
 
@@ -57,7 +54,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
   ROOT %add.1 = f32[4] fusion(%a), backend_config={"estimated_cycles":"100"}
 }
 """
-    (tmp_path / "step.after_codegen.txt").write_text(program)
-    (tmp_path / f"{'1' * 19}-add.1-01-final_bundles.txt").write_text("  0x0 : { nop }\n" * 40)
-    figures = aot.read_dump(tmp_path, clock=1e9)
+    Path("step.after_codegen.txt").write_text(program)
+    Path(f"{'1' * 19}-add.1-01-final_bundles.txt").write_text("  0x0 : { nop }\n" * 40)
+    figures = aot.read_dump(Path(), clock=1e9)
     assert (figures["schedules_ms"], figures["cost_model_ms"]) == pytest.approx((40e-6, 100e-6))

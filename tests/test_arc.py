@@ -79,22 +79,18 @@ def test_identifiers_and_test_examples_are_the_official_builders(kaggle):
         assert hashlib.sha256(batch[name].astype(np.uint8).tobytes()).hexdigest() == recorded[name]
 
 
-@pytest.fixture
-def build_tasks():
-    """A function that builds a dataset of tasks {name: content} in folders and returns its training set.
+def build_tasks(training, evaluation, extra=None, **changes):
+    """Builds a dataset of tasks {name: content} in folders and returns its training set.
 
     extra: tasks that are trained on besides.
     """
-    def build_tasks(training, evaluation, extra=None, **changes):
-        source = write_folder("[s]", training=training, evaluation=evaluation)
-        if extra:
-            changes["extra"] = write_folder("extra", deep=extra)
-        return Dataset(build("out", source=source, num_aug=0, **changes), "train")
-
-    return build_tasks
+    source = write_folder("[s]", training=training, evaluation=evaluation)
+    if extra:
+        changes["extra"] = write_folder("extra", deep=extra)
+    return Dataset(build("out", source=source, num_aug=0, **changes), "train")
 
 
-def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, capsys):
+def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(capsys):
     """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
     train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
@@ -108,7 +104,7 @@ def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(build_tasks, 
 WIDE = TASK | {"train": [pair([[1] * 31], [[1]])]}
 
 
-def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
+def test_tasks_that_are_left_out_are_counted_and_named(capsys):
     """A test task is none of them because a task to train on has its name."""
     Path("[s]/training").mkdir(parents=True)
     Path("[s]/training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
@@ -128,14 +124,14 @@ def test_tasks_that_are_left_out_are_counted_and_named(build_tasks, capsys):
         assert words in output.err
 
 
-def test_a_subset_may_be_called_extra_beside_a_folder_of_extra_tasks(build_tasks):
+def test_a_subset_may_be_called_extra_beside_a_folder_of_extra_tasks():
     write_folder("[s]", extra={"mine": WIDE})
     train = build_tasks({"0": OTHER}, {"1": TASK}, {"another": OTHER}, max_side=31,
                         subsets="training,evaluation,extra")
     assert {*task_names(train)} == {"0", "1", "mine", "another"}
 
 
-def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
+def test_an_extra_task_with_a_test_pair_is_not_trained_on(capsys):
     """The pair may be turned, and have other colors."""
     turned = {"train": [pair([[5], [2]], [[2], [5]])], "test": [pair([[9]], [[9]])]}
     other = {"train": [pair([[5], [2]], [[5], [2]])]}
@@ -146,8 +142,7 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(build_tasks, capsys):
 
 @pytest.mark.parametrize("solutions", [{"gone": [[[1]]]}, {"a": []}, {"a": 3}])
 def test_solutions_of_other_challenges_are_refused(solutions):
-    challenges = {"a": {"train": [pair([[1, 2]], [[2, 1]])], "test": [{"input": [[1, 3]]}]}}
-    Path("k_training_challenges.json").write_text(json.dumps(challenges))
+    Path("k_training_challenges.json").write_text(json.dumps({"a": TASK}))
     Path("k_training_solutions.json").write_text(json.dumps(solutions))
     with pytest.raises(UserError, match="k_training_solutions.json: task .* one for each test input"):
         build("out", source="k", subsets="training", test_subset="training", num_aug=0)

@@ -3,29 +3,23 @@
 test_solve.py compares the most confident answers with those of weights.solve and solve.py.
 """
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import arguments, run
+from helpers import run
 
-import configurator
-import evaluate
 import model as models
-import train
-from data import Dataset
-from evaluate import Evaluator, save_file, weights_of
+from evaluate import save_file
 from puzzles import kind_of, sigmoid
 from puzzles.maze import Maze, long_mazes
 from puzzles.sudoku import Sudoku, minimal_sudokus
-from runtime.checkpoint import newest_whole
 from runtime.errors import UserError
-from runtime.saved import load_weights, read_checkpoint
-from train import open_device
 
 SETTINGS = ["--puzzle_emb_ndim=0", "--multiple_of=256", "--H_cycles=1", "--L_cycles=1", "--ema=False",
-            "--eval_halt_max_steps=6"]
+            "--eval_halt_max_steps=6", "--max_steps=120"]
 N = 40  # test puzzles
 
 
@@ -33,22 +27,16 @@ N = 40  # test puzzles
 def trained(data, tmp_path_factory):
     """The folder of a run that solves some puzzles and not others."""
     out = str(tmp_path_factory.mktemp("trained") / "run")
-    run(data, out, *SETTINGS, "--max_steps=120", "--lr=1e-2", "--halt_max_steps=2", "--weight_decay=0.1")
+    run(data, out, *SETTINGS, "--lr=1e-2", "--halt_max_steps=2", "--weight_decay=0.1")
     return out
 
 
 def evaluated(data, trained, *flags):
     """Returns (metrics, saved arrays) of all test puzzles."""
     names = "labels,preds,q_halt_logits,surest_preds,surest_q_halt_logits,attempts"
-    flags = arguments(data, trained, *SETTINGS, f"--eval_save_outputs={names}", *flags)
-    settings = configurator.configure(train.Settings, flags)
-    test = Dataset(data, "test")
-    model = train.new_model(settings, test)
-    load_weights(model, read_checkpoint(newest_whole(trained))["weights"])
-    evaluator = Evaluator(settings, model, open_device("cpu", settings), settings.global_batch_size)
-    values = evaluate.evaluate(
-        evaluator, *weights_of(model), test, np.arange(N), "", lambda: False, "test_outputs")
-    return values, dict(np.load(f"{trained}/test_outputs.npz"))
+    again = "--init_from=resume", "--eval_only", f"--eval_save_outputs={names}", *flags
+    words = re.search("evaluation: (.*)", run(data, trained, *SETTINGS, *again))[1].split()
+    return dict(zip(words[::2], map(float, words[1::2]))), dict(np.load(f"{trained}/eval_00000120.npz"))
 
 
 @pytest.fixture
@@ -74,10 +62,11 @@ def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puz
     copies, again, others = [
         [*itertools.islice(kind.copies(question, 3, number), 20)] for number in (8, 8, 9)]
     assert str(copies) == str(again) != str(others)
-    assert len({copy.tobytes() for _, copy in copies} - {question.astype(np.uint8).tobytes()}) == most
-    for symmetries, copy in copies:
+    questions = {symmetries.apply(question).tobytes() for symmetries in copies}
+    assert len(questions - {question.astype(np.uint8).tobytes()}) == most
+    for symmetries in copies:
         turned = symmetries.apply(np.stack(puzzle))
-        assert (turned[0] == copy).all() and (symmetries.undo(turned) == puzzle).all()
+        assert (symmetries.undo(turned) == puzzle).all()
         judgement = kind.judge(*turned)
         assert judgement is None or judgement.solved.all()
 
@@ -85,13 +74,13 @@ def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puz
 def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
     one, saved_one = evaluated(data, trained)
     five, saved = evaluated(data, trained, "--eval_attempts=5")
-    assert 0.1 < one["eval/exact_accuracy"] < 0.95 and "eval/attempts" not in one
-    changed = {name: five[name] for name in ("eval/surest_accuracy", "eval/attempts")}
+    assert 0.1 < one["exact_accuracy"] < 0.95 and "attempts" not in one
+    changed = {name: five[name] for name in ("surest_accuracy", "attempts")}
     assert five == pytest.approx(one | changed)
     assert np.array_equal(saved["preds"], saved_one["preds"])
     solved = (saved["surest_preds"] == saved["labels"]).all(1)
     means = [solved.mean(), saved["attempts"].mean()]
-    assert [five["eval/surest_accuracy"], five["eval/attempts"]] == pytest.approx(means)
+    assert [five["surest_accuracy"], five["attempts"]] == pytest.approx(means, abs=1e-4)
     assert set(saved["attempts"][saved["surest_q_halt_logits"] < sure]) == {5} < set(saved["attempts"])
     assert evaluated(data, trained, "--eval_attempts=5", "--seed=1")[0] != five
 
@@ -123,5 +112,5 @@ def test_the_answers_do_not_depend_on_the_batch(data, trained, sure, patience, f
     assert np.allclose(saved["surest_q_halt_logits"], logits, rtol=1e-3, atol=1e-3)
     assert (saved["surest_preds"] == other_saved["surest_preds"]).mean() > 0.99
     assert len(set(saved["attempts"])) > 2 and (saved["attempts"] != other_saved["attempts"]).sum() <= 1
-    assert (values["eval/steps"] < 6) == bool(patience)
-    assert other["eval/puzzles"] == N and other == pytest.approx(values, abs=0.03)
+    assert (values["steps"] < 6) == bool(patience)
+    assert other["puzzles"] == N and other == pytest.approx(values, abs=0.03)

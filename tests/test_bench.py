@@ -35,6 +35,14 @@ def test_data_prepare_makes_a_missing_dataset():
         bench.main(["--device=cpu", "--data_path=x", "--data_prepare=prepare_sudoku.py --size=5", *MODEL])
 
 
+@pytest.mark.parametrize("flag, words", [
+    ("--size=255", "^size must be from 1 to 254, not 255"),
+    ("--replica_batch_size=2000000000", "^out of memory on the device: ")])
+def test_sizes_that_cannot_be_are_wrong_input(flag, words):
+    with pytest.raises(UserError, match=words):
+        bench.main([*MODEL, "--device=cpu", "--data_path=x", flag])
+
+
 @pytest.mark.parametrize("flags, size, steps", [
     ([], 4, 18),
     (["small.py"], 8, 3600),

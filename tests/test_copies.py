@@ -27,9 +27,9 @@ def clone():
     for path in Path(ROOT).iterdir():
         Path("clone", path.name).symlink_to(path)
 
-    def copy(new_name, **edits):
+    def copy(new_name, *edits):
         text = Path(ROOT, "train.py").read_text()
-        for old, new in edits.values():
+        for old, new in edits:
             assert text.count(old) == 1
             text = text.replace(old, new)
         Path("clone", new_name).write_text(text)
@@ -40,8 +40,8 @@ def clone():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     """Its settings, step and replica; a fork's `import train` is the copy."""
-    clone("my.train.py", setting=("    lr: Above0 = 1e-4 ", OWN),
-          step=("    # update the weights\n", "    print('my step')\n"))
+    clone("my.train.py", ("    lr: Above0 = 1e-4 ", OWN),
+          ("    # update the weights\n", "    print('my step')\n"))
     Path("fork.py").write_text(FORK)
     tiny = [flag for flag in TINY if not flag.startswith("--lr=")]
     argv = ["fork.py", f"--data_path={data}", *tiny, f"--device={device}", "--out_dir=run", "--max_steps=1",
@@ -65,8 +65,8 @@ CLIPPING = """    # update the weights
 
 def test_a_resume_has_what_a_copys_step_keeps(clone, data):
     state = "        self.state |= device.put(dict(norm_average=torch.ones(1)))\n"
-    clone("mine.py", step=("    # update the weights\n", CLIPPING),
-          state=("        # the programs\n", state))
+    clone("mine.py", ("    # update the weights\n", CLIPPING),
+          ("        # the programs\n", state))
     flags = "--lr=1e-2", "--checkpoint_interval=4", "--eval_final_max_puzzles=8"
     for own in "whole --max_steps=8", "parts --max_steps=4", "parts --max_steps=8 --init_from=resume":
         start_train(data, *own.split(), *flags, script="clone/mine.py").output()

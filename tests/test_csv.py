@@ -1,6 +1,8 @@
 """prepare_csv.py, the rules that a script adds, and the example of another puzzle."""
+import random
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from runtime.saved import check_task
 
 
 def build(folder, flags):
-    return prepare_csv.main(configure(prepare_csv.Settings, [f"--output_dir={folder}", *flags.split()]))
+    return prepare_csv.main(configure(prepare_csv.Settings, [f"--output_dir={folder}", *shlex.split(flags)]))
 
 
 def write(path, *rows):
@@ -43,11 +45,9 @@ def rows_of(folder, split):
 
 def random_rows(n, cells=9, alphabet="123"):
     """Returns n rows with different questions, where an empty cell is a dot."""
-    rng = np.random.default_rng(0)
-    answers = rng.choice(list(alphabet), (9 * n, cells))
-    questions = np.where(rng.random(answers.shape) < 0.5, answers, ".")
-    rows = {"".join(question): "".join(answer) for question, answer in zip(questions, answers)}
-    return [f"{question},{answer}" for question, answer in rows.items()][:n]
+    draw = random.Random(0)
+    questions = dict.fromkeys("".join(draw.choices(alphabet + ".", k=cells)) for _ in range(9 * n))
+    return [f"{question},{question.replace('.', alphabet[0])}" for question in questions][:n]
 
 
 # Datasets
@@ -96,8 +96,8 @@ def test_white_space_is_no_cell_unless_it_is_a_symbol():
     assert rows == {f"{symbol * 25},{symbol * 25}" for symbol in "123"}
 
     path = write("spaces.csv", "1 2 ,1122", " 11 ,2112", "2  1,2211")
-    flags = [f"--train_csv={path}", "--holdout=1", "--symbols= 12", "--output_dir=y"]
-    assert Dataset(prepare_csv.main(configure(prepare_csv.Settings, flags)), "test").task["symbols"] == "_ 12"
+    folder = build("y", f"--train_csv={path} --holdout=1 --symbols=' 12'")
+    assert Dataset(folder, "test").task["symbols"] == "_ 12"
 
 
 @pytest.mark.parametrize("path, separator", [("of.tsv.files/all.csv", ","), ("all.TSV", "\t")])
@@ -118,7 +118,8 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "1x..,1234", "--symbols=.1234", "train.csv:4: the question has 'x' in row 1, column 2: must be"),
     (GOOD + "1...,1243", "", "train.csv:4.* another answer .*--several_answers"),
     (GOOD + "123,1234\n3...,3412", "", "train.csv:4: the question has 3 cells, not 2x2"),
-    (GOOD, "--holdout=2", "train.csv: no puzzle is left"),
+    (GOOD, "--holdout=2", "holdout=2 leaves no puzzle to train on, of 2"),
+    (",1", "", "train.csv:2: no question"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
     (",", "", "train.csv:2: no puzzle under the header"),
     (GOOD, "--grid=4", "grid=4: must be like 6x6"),
@@ -183,9 +184,9 @@ SUDOKUS = ".234341221434321,1234341221434321", "..34341221434321,123434122143432
 def test_a_class_that_extends_a_kind_has_datasets_of_any_size(kinds, base, symbols, rows, num_copies, capsys):
     """With as many copies as there can be."""
     kinds["mine"] = type("Mine", (base,), {})
-    flags = f"--train_csv={write('all.csv', *rows)}", "--holdout=1", "--kind=mine", "--num_aug=9"
-    path = prepare_csv.main(configure(prepare_csv.Settings, [*flags, f"--symbols={symbols}"]))
-    train = Dataset(path, "train")
+    path = write("all.csv", *rows)
+    flags = f"--train_csv={path} --holdout=1 --kind=mine --num_aug=9 --symbols='{symbols}'"
+    train = Dataset(build("x", flags), "train")
     assert len(train) == 1 + num_copies
     larger = kind_of(train.task).resized(81)
     assert type(larger) is kinds["mine"] and larger.task["grid"] == [9, 9]

@@ -26,17 +26,14 @@ import configurator
 import model
 import optim
 import train
-from data import Dataset
 from runtime.errors import UserError
-from train import open_device
 
-EXAMPLES = "rsm infiloop fprm chains symbols houses"
+EXAMPLES = "rsm infiloop fprm symbols houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES.split()]
 FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
          "--lr_min_ratio=1", "--log_interval=1", "--eval_final_max_puzzles=8", "--eval_attempts=2"]
 OWN = dict(  # a fork's settings
-    chains=["--chains=3"],
     rsm=["--H_cycles=3", "--L_cycles=2"],
     symbols=[f"{ROOT}/examples/soap.py"])
 each_fork = pytest.mark.parametrize("fork", FORK_PATHS, ids=lambda path: Path(path).stem)
@@ -81,9 +78,9 @@ def xla_fork(rank, argv):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("names", ["rsm", "infiloop shampoo", "chains", "houses"])
+@pytest.mark.parametrize("names", ["rsm", "infiloop shampoo", "houses"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
-    """What the latents of fprm and symbols have, those of infiloop, chains and houses have, too."""
+    """What the latents of fprm and symbols have, those of infiloop and houses have, too."""
     fork, *others = [path for path in FORK_PATHS if Path(path).stem in names.split()]
     flags = flags_of(fork, *others, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
@@ -175,15 +172,27 @@ def test_a_term_is_a_number_for_each_sequence(owner, function, name, shape, data
             run(data, "run", *flags)
 
 
-def test_buffers_of_a_fork_keep_their_type(data):
-    """Float32 would round both."""
-    settings = configurator.configure(train.Settings, arguments(data, "run"))
-    net = train.new_model(settings, Dataset(data, "train"))
-    buffers = dict(counter=torch.tensor([2 ** 24 + 1]), angle=torch.tensor([0.1], dtype=torch.float64))
-    for name, t in buffers.items():
-        net.register_buffer(name, t.clone())
-    state = train.Run(settings, net, open_device("cpu", settings)).state_dict()
-    assert same({name: state["weights"][name] for name in buffers}, buffers)
+def test_a_metric_that_nothing_returns_is_named(data, monkeypatch):
+    monkeypatch.setattr(model, "METRICS", (*model.METRICS, "certainty"))
+    with pytest.raises(UserError, match="has 'certainty', but TRM.forward returns no such value"):
+        run(data, "run", "--max_steps=1")
+
+
+class WithBuffers(model.TRM):
+    """Has buffers that float32 would round."""
+
+    def __init__(self, *args, **sizes):
+        super().__init__(*args, **sizes)
+        self.register_buffer("counter", torch.tensor([2 ** 24 + 1]))
+        self.register_buffer("angle", torch.tensor([0.1], dtype=torch.float64))
+
+
+def test_buffers_of_a_fork_keep_their_type(data, monkeypatch):
+    monkeypatch.setattr(model, "TRM", WithBuffers)
+    run(data, "run", "--max_steps=1")
+    weights = newest("run")["weights"]
+    assert weights["counter"].tolist() == [2 ** 24 + 1]
+    assert weights["angle"].dtype == torch.float64 and weights["angle"].tolist() == [0.1]
 
 
 def test_two_forks_of_one_name_are_two_entries(data):

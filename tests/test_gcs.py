@@ -20,7 +20,6 @@ from helpers import Hub, Server, run, stored, upload, wait_for
 from data import Dataset
 from puzzles.download import local_dataset
 from runtime import bucket as bucket_module
-from runtime import retry
 from runtime.bucket import Bucket
 from runtime.errors import TransientError, UserError
 
@@ -28,10 +27,9 @@ CONTENT = np.random.default_rng(0).bytes(1_500_000)
 
 
 @pytest.fixture
-def bucket(front, monkeypatch):
+def bucket(front, at_once, monkeypatch):
     """A bucket that waits half a second for an answer."""
     monkeypatch.setattr(Bucket, "timeout", (10, 0.5))
-    monkeypatch.setattr(retry, "WAITS", [0, 0, 0])
     return Bucket("gs://bucket/run")
 
 
@@ -44,21 +42,21 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
     bucket.write("a", CONTENT)
     bucket.write("b", Path("file"))
     assert stored(front, "run/a") == stored(front, "run/b") == bucket.read("b") == CONTENT
-    assert front.log == ["insert"] * 4 + ["media"] * 2
+    assert not front.script
 
 
-@pytest.mark.parametrize("fault, attempts, error, message", [
-    (503, 3, TransientError, "status 503 a fault"),
-    (200, 3, TransientError, "not the answer of a bucket"),
+@pytest.mark.parametrize("fault, faults, error, message", [
+    (503, 9, TransientError, "status 503 a fault"),
+    (200, 9, TransientError, "not the answer of a bucket"),
     (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
     (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
 ])
 def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
-        bucket, front, fault, attempts, error, message):
-    front.script = [fault] * 9
+        bucket, front, fault, faults, error, message):
+    """One more attempt would succeed."""
+    front.script = [fault] * faults
     with pytest.raises(error, match=f"^gs://bucket/run/a: {message}"):
         bucket.write("a", b"x")
-    assert len(front.log) == attempts
 
 
 def test_a_bucket_in_which_nothing_can_be_replaced_is_named_before_a_run(bucket, front):
@@ -159,13 +157,11 @@ def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, metadata)
     front.token = "renewed"  # the one before was withdrawn
     metadata.files["/token"] = b'{"access_token": "renewed"}'
     cloud_bucket.write("a", CONTENT)
-    assert stored(front, "run/a") == CONTENT and len(metadata.log) == 2
+    assert stored(front, "run/a") == CONTENT
     front.token = "another"
-    front.log[:] = []
     with pytest.raises(UserError, match="status 401 a fault, .*log in") as e:
         cloud_bucket.write("a", b"x")
     assert "renewed" not in str(e.value)  # although the answer holds it
-    assert front.log == ["insert"] * 2 and len(metadata.log) == 3
 
 
 def test_a_metadata_server_that_is_busy_or_slow_is_asked_again(cloud_bucket, metadata, monkeypatch):
@@ -173,7 +169,6 @@ def test_a_metadata_server_that_is_busy_or_slow_is_asked_again(cloud_bucket, met
     monkeypatch.setattr(requests, "get", mock.Mock(wraps=requests.get, side_effect=[
         requests.ReadTimeout, mock.DEFAULT, mock.DEFAULT]))
     cloud_bucket.list()
-    assert len(metadata.log) == 2
 
 
 def test_a_run_without_credentials_ends_at_once(cloud_bucket, data, capsys):

@@ -45,7 +45,7 @@ from helpers import (
 
 import train
 from runtime.bucket import Bucket, Mirror
-from runtime.checkpoint import checkpoint_paths, numbered
+from runtime.checkpoint import checkpoint_paths, numbered, outdated
 from runtime.errors import TransientError, UserError
 from runtime.files import locked, read_lines
 from runtime.log import Log
@@ -64,7 +64,7 @@ def in_bucket():
 def test_kills_and_lost_machines_lose_nothing(data, front):
     """SIGKILL at random moments, then init_from=auto, once on a new machine; requests to the bucket fail."""
     # so many that a fast machine does not end before it is killed
-    flags = ["--max_steps=240", "--checkpoint_interval=5", "--keep_last_n=2"]
+    flags = ["--max_steps=120", "--checkpoint_interval=5", "--keep_last_n=2"]
     run(data, "whole", *flags)
     draw = random.Random(0)
     front.script = draw_faults(0, 0.05)
@@ -72,7 +72,7 @@ def test_kills_and_lost_machines_lose_nothing(data, front):
         if start == 2:
             shutil.rmtree("run")
         with begun(start_train(data, "run", *flags, URL, "--init_from=auto")) as process:
-            time.sleep(draw.uniform(0, 0.5))
+            time.sleep(draw.uniform(0, 0.25))
             if start == 1:
                 wait_for(lambda: numbered(in_bucket()))
             if start == 3:
@@ -81,8 +81,16 @@ def test_kills_and_lost_machines_lose_nothing(data, front):
     starts = re.findall(r"^training from step (\d+) ", Path("run/log.txt").read_text(), re.MULTILINE)
     assert int(starts[-1]) > 0
     assert same(last_weights("run"), last_weights("whole"))
-    for name in ("metrics.jsonl", "ckpt_00000240.pt"):
+    for name in ("metrics.jsonl", "ckpt_00000120.pt"):
         assert stored(front, f"run/{name}") == Path("run", name).read_bytes()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step():
+    """As text, the name of step 99,999,999 comes after the one of step 100,000,000."""
+    older, newest = "ckpt_99999999", "ckpt_100000000"
+    names = [name + ending for name in (older, newest) for ending in (".json", ".pt")]
+    assert numbered(names) == [newest, older]
+    assert outdated(names, newest, 1) == names[:2] and outdated(names, older, 1) == []
 
 
 # Checkpoints that cannot be read.
@@ -201,6 +209,9 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
     out = "second"
     assert "training from step 20 to 30" in run(data, out, *FLAGS, "--max_steps=30", "--init_from=resume")
     assert "training from step 30 to 40" in run(data, out, *again)
+    # the file has moved since
+    shutil.copy(f"{whole[0]}/ckpt_00000040.pt", "moved.pt")
+    assert "is complete" in run(data, out, *FLAGS, "--init_from=moved.pt")
     # another file
     with pytest.raises(UserError, match="holds a run"):
         run(data, out, *FLAGS, f"--init_from={whole[0]}/best.pt")

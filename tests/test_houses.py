@@ -2,19 +2,18 @@
 
 examples/symbols.py: exact where symbols are renamed.
 """
-import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import solve
 import torch
-from helpers import ROOT, in_new_process, prepare, run
+from helpers import ROOT, in_new_process, last_weights, prepare, remove, run, same
 
 import configurator
 import optim
 import train
-import weights
 from puzzles import kind_of
 from puzzles.sudoku import Sudoku
 from runtime.errors import UserError
@@ -59,12 +58,22 @@ def test_a_copy_by_symmetry_has_the_copy_of_the_answer(name, task):
     in_new_process(answer_copies, name, task)
 
 
-def test_weights_of_one_size_begin_a_run_of_another():
+def test_a_run_on_two_sizes_resumes_with_the_same_bits():
+    """One step in two is on the other size. Its weights then begin a run of the other size alone."""
     for size in 4, 6:
         prepare(f"data{size}", source="generate", size=size, num_train=40, num_test=20, num_aug=0)
-    flags = [f"{ROOT}/examples/houses.py", *FLAGS, "--hidden_size=16", "--max_steps=2"]
-    run("data6", "six", *flags)
-    run("data4", "four", *flags, "--init_from=six/ckpt_00000002.pt")
+    forks = [f"{ROOT}/examples/{name}.py" for name in ("houses", "soap", "sizes")]
+    flags = [*forks, *FLAGS, "--hidden_size=16", "--max_steps=7", "--checkpoint_interval=3",
+             "--other_data_path=data4", "--other_interval=2"]
+    run("data6", "whole", *flags)
+    shutil.copytree("whole", "resumed")
+    remove("resumed", "ckpt_0000000[67].*")
+    assert "training from step 3" in run("data6", "resumed", *flags, "--init_from=auto")
+    assert same(last_weights("resumed"), last_weights("whole"))
+    # and the other size is seen
+    run("data6", "alone", *flags, "--other_interval=100")
+    assert not same(last_weights("alone"), last_weights("whole"))
+    run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
 
 
 def see_units():
@@ -103,15 +112,6 @@ def test_soap_moves_equally_along_each_singular_vector_of_a_constant_gradient():
     in_new_process(descend_by_soap)
 
 
-# The commands find the fork; test_play.py asks them for puzzles of every size.
-
-def answer_in_python(path):
-    configurator.configure(train.Settings, weights.own_forks(path))
-    weights.solve(weights.load_model(path, cells=36), "." * 36)
-
-
-def test_a_puzzle_alone_finds_a_model_for_every_size(models_folder, monkeypatch):
-    """A notebook runs its fork. test_solve.py has a fork that is not in examples/."""
-    os.symlink(models_folder / "houses", "models")
-    monkeypatch.setattr(solve, "ROOT", ".")
-    in_new_process(answer_in_python, solve.choose_model("." * 256))
+def test_a_puzzle_alone_finds_a_model_for_every_size():
+    """Which test_play.py asks for puzzles of every size."""
+    assert solve.choose_model("." * 256).name == "sudoku.pt"

@@ -9,7 +9,7 @@ from helpers import judgements, prepare
 import prepare_maze
 from data import Dataset
 from prepare_maze import maze_of
-from puzzles.maze import GOAL, OPEN, PATH, START, WALL, path_metrics, solve_mazes
+from puzzles.maze import GOAL, OPEN, PATH, START, WALL, distances, path_metrics, solve_mazes
 from puzzles.symmetries import dihedral
 
 
@@ -59,6 +59,11 @@ def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
     assert len(np.unique(turned, axis=0)) == 8 * n
 
 
+def test_a_path_may_have_more_than_32767_steps():
+    line = np.ones((1, 1, 33_000), dtype=bool)
+    assert (distances(line.cumsum(axis=2) == 1, line) == np.arange(33_000)).all()
+
+
 # Datasets
 
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
@@ -75,20 +80,19 @@ def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():
     questions = tokens("S../.../..G", "S../.../..G")
     answers = tokens("S../o../ooG", "Soo/..o/..G")  # by the rule, and another one
-    inputs, labels = maze_of(3).training_copies(np.stack([questions, answers]), 7)
+    rng = np.random.default_rng(0)
+    inputs, labels = maze_of(3).training_copies(np.stack([questions, answers]), 7, rng, set())
     assert (labels[0] == solve_mazes(inputs[0])[0]).all()
     assert (labels[1] == answers[1][dihedral(3)[1:]]).all()
 
 
-def test_mazes_of_the_test_set_are_dropped_turned_or_not(capsys):
-    mazes = np.stack(prepare_maze.generate(6, 20, 0, 6))
-    for name, pairs in ("train.csv", mazes), ("test.csv", mazes[:, 15:, dihedral(6)[3]]):
-        rows = [",".join(map(maze_of(6).text, pair)) for pair in zip(*pairs)]
-        Path(name).write_text("\n".join(["question,answer", *rows]))
+def test_a_maze_of_the_test_set_is_dropped_although_it_is_turned(capsys):
+    Path("train.csv").write_text("question,answer\nS   #   G,Soo #o  G\nS  ## ##G,Soo##o##G\n")
+    Path("test.csv").write_text("question,answer\nG   #   S,G  o# ooS\n")
     path = prepare("", prepare_maze, train_csv="train.csv", test_csv="test.csv", aug=False)
     assert path == "data/train-full-aug-1"
-    assert (Dataset(path, "train").inputs == mazes[0, :15]).all()
-    assert "left out, since the test set has them: 5\n" in capsys.readouterr().out
+    assert [maze_of(3).text(row) for row in Dataset(path, "train").inputs] == ["S  ## ##G"]
+    assert "left out, since the test set has them: 1\n" in capsys.readouterr().out
 
 
 # Metrics
@@ -118,3 +122,5 @@ def test_path_metrics():
     arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])
     assert judgements(maze_of(5).task, arrays) == dict(
         path_valid=4, path_optimal=3, surest_path_valid=3, surest_path_optimal=2, surest_accuracy=1)
+    # a puzzle without a label takes no part
+    assert not any(judgements(maze_of(5).task, arrays | dict(count=np.zeros(1))).values())

@@ -41,19 +41,6 @@ def step(net, data, sequences=None, min_halt_steps=None):
     return net.train(min_halt_steps is not None)(sequences, puzzle_rows, min_halt_steps)
 
 
-# Weights and answers
-
-def test_a_forks_biases_are_drawn_from_the_models_own_seed(monkeypatch):
-    class Biased(model.Block):
-        def __init__(self, config, length):
-            super().__init__(config, length)
-            self.extra = torch.nn.Linear(config.hidden_size, 3)
-
-    monkeypatch.setattr(model, "Block", Biased)
-    first, second = (tiny().L_level.layers[0].extra.bias for _ in range(2))
-    assert torch.equal(first, second) and 0.01 < first.std() and first.abs().max() <= 16 ** -0.5
-
-
 # The loss and the halting
 
 def test_stablemax_has_finite_gradients_at_any_logits():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TrainProcess, code_cells, in_new_process, lines, prepare
+from helpers import ROOT, TrainProcess, code_cells, hosts, in_new_process, lines, prepare
 
 import train
 from configurator import configure, read_settings
@@ -53,40 +53,40 @@ def test_a_model_solves_a_string_or_a_list_of_them():
         solve(model, [QUESTION, f"{QUESTION}\n{QUESTION}"])
 
 
-def test_a_model_trains_further_without_forgetting(tmp_path):
+def test_a_model_trains_further_without_forgetting():
     """With the demo's own settings, its halting head soon knows nothing."""
-    data = prepare(tmp_path / "data", source="generate", size=6, num_train=100, num_test=50, num_aug=1)
+    data = prepare("data", source="generate", size=6, num_train=100, num_test=50, num_aug=1)
     files = f"{ROOT}/config/demo.py", f"{ROOT}/config/continue.py"
     flags = (f"--init_from={ROOT}/models/sudoku-6x6.pt --data_path={data} --data_prepare= --max_steps=50 "
-             f"--out_dir={tmp_path / 'run'} --device=cpu --forward_dtype=float32 --eval_interval=99 "
+             "--out_dir=run --device=cpu --forward_dtype=float32 --eval_interval=99 "
              "--global_batch_size=16 --eval_halt_max_steps=4")
     settings = configure(train.Settings, [*files, *flags.split()])
     train.replica(settings, "cpu")
-    first, last = (line for line in lines(tmp_path / "run") if "eval/loss" in line)
+    first, last = (line for line in lines("run") if "eval/loss" in line)
     assert (first["step"], last["step"]) == (0, 50) and first["eval/surest_accuracy"] > 0.95
     for name in "eval/exact_accuracy", "eval/surest_accuracy", "eval/q_halt_accuracy":
         assert last[name] > first[name] - 0.03
 
 
-def test_a_setting_that_is_newer_than_a_model_file_has_its_default(tmp_path):
+def test_a_setting_that_is_newer_than_a_model_file_has_its_default():
     saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
     del saved["settings"]["pos_encodings"]
-    torch.save(saved, tmp_path / "older.pt")
+    torch.save(saved, "older.pt")
     defaults = read_settings(train.Settings)
-    assert load_model(tmp_path / "older.pt", defaults=defaults).settings.pos_encodings == "none"
+    assert load_model("older.pt", defaults=defaults).settings.pos_encodings == "none"
 
 
-def test_a_file_of_an_earlier_version_is_refused(tmp_path):
+def test_a_file_of_an_earlier_version_is_refused():
     saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
     saved["model"] = saved.pop("sizes")
-    torch.save(saved, tmp_path / "older.pt")
+    torch.save(saved, "older.pt")
     for read in load_model, read_checkpoint:
         with pytest.raises(UserError, match="older.pt is of an earlier version .*: commit ead55c3 reads it$"):
-            read(tmp_path / "older.pt")
+            read("older.pt")
 
 
 def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
-    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1").items():
+    for name, value in hosts(2)[0].items():
         monkeypatch.setenv(name, value)
     answer, _ = solve(load_model(Path(ROOT, "models/sudoku-6x6.pt")), QUESTION)
     assert answer[0] == "2"

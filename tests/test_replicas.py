@@ -118,12 +118,17 @@ def four(data, tmp_path_factory):
     return out
 
 
+def check_curves(ours, theirs):
+    for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
+        want = curve(theirs, key)
+        assert len(want) > 1 and curve(ours, key) == pytest.approx(want, rel=1e-4), key
+
+
 @pytest.mark.xla
 def test_a_step_that_is_traced_each_time_gives_the_curve_of_the_replay(data, four):
     """Two replicas and micro-batches show it: the curve depends on neither."""
     on_replicas(2, xla_run, flags_of(data, "run", "--compile=off", "--micro_batch_size=4"))
-    for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
-        assert curve("run", key) == pytest.approx(curve(four, key), rel=1e-4), key
+    check_curves("run", four)
     compiles = curve("run", "xla/compiles")
     assert compiles[16] == compiles[2], compiles
     assert set(curve("run", "xla/fallbacks").values()) == {0}
@@ -148,9 +153,7 @@ def test_nothing_compiles_after_the_first_step_and_evaluation(four):
 @pytest.mark.parametrize("name", ["two", pytest.param("four", marks=pytest.mark.xla)])
 def test_the_curve_is_that_of_one_process(one, name, request):
     out = request.getfixturevalue(name)
-    for key in ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/accuracy"):
-        want = curve(one, key)
-        assert len(want) > 1 and curve(out, key) == pytest.approx(want, rel=1e-4), key
+    check_curves(out, one)
     ours = saved_answers(out)
     theirs = saved_answers(one)
     assert list(ours["indices"]) == list(range(40)) == list(theirs["indices"])

@@ -149,8 +149,7 @@ def test_without_a_tpu_the_cpu_trains(tpu, data, monkeypatch):
     """TorchTPU, which importing torch loads, would wait for a TPU at the first backward pass."""
     for name in "TPU_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD":
         monkeypatch.delenv(name)
-    text = output(dict(PYTHONPATH=""), f"{ROOT}/train.py", *arguments(data, "out", "--max_steps=1"))
-    assert "AUTOLOAD=0" in text
+    output(dict(PYTHONPATH=""), f"{ROOT}/train.py", *arguments(data, "out", "--max_steps=1"))
     assert curve("out")
 
 

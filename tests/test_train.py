@@ -169,6 +169,16 @@ def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, m
     assert not curve("run", "eval/puzzles")
 
 
+def test_a_best_pt_that_cannot_be_written_costs_the_final_evaluation(data, monkeypatch):
+    """Which a resume makes up for."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="1"):
+        patch.setattr(Checkpoints, "write", lambda self, name, *_: name != "best")
+        run(data, "run", "--max_steps=1")
+    assert not curve("run", "final")
+    run(data, "run", "--init_from=auto", "--max_steps=1")
+    assert curve("run", "final") and os.path.exists("run/best.pt")
+
+
 def test_a_resume_refuses_another_optimizer(data, out):
     with pytest.raises(UserError, match="was trained with optimizer=adam_atan2: "):
         run(data, out, "--max_steps=50", "--init_from=resume", "--optimizer=lion")

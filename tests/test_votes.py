@@ -6,9 +6,9 @@ empty); official, what the official code (e7b6871) makes of them: the identifier
 --num-aug 12, pass@K and submission.json of its evaluators/arc.py.
 """
 import json
+from pathlib import Path
 
 import numpy as np
-import pytest
 from helpers import ROOT, prepare
 
 import prepare_arc
@@ -19,16 +19,10 @@ RECORDED = np.load(f"{ROOT}/tests/data/arc_votes.npz")
 OFFICIAL = json.loads(RECORDED["official"].tobytes())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("arc")
+def test_the_vote_is_the_official_evaluators_on_any_number_of_ranks():
     for name, content in json.loads(RECORDED["tasks"].tobytes()).items():
-        (path / f"small_{name}.json").write_text(json.dumps(content))
-    return prepare(path / "data", prepare_arc, source=path / "small", num_aug=12)
-
-
-def test_the_vote_is_the_official_evaluators_on_any_number_of_ranks(folder):
-    test = Dataset(folder, "test")
+        Path(f"small_{name}.json").write_text(json.dumps(content))
+    test = Dataset(prepare("data", prepare_arc, source="small", num_aug=12), "test")
     indices = np.arange(len(test))
     ranks = []
     for rank in range(3):

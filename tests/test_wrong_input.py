@@ -122,7 +122,7 @@ RESUME = "--init_from=resume --out_dir=out/run "
 BEGIN = "--init_from=out/run/ckpt_00000002.pt "
 TRAIN = {
     # values
-    "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: 2 does",
+    "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: all that do",
     "--lr=nan": "lr must be above 0 | not nan",
     "--expansion=1e30": "expansion must be above 0 and below 2^31, not 1e+30",
     "--beta1=1.5": "beta1 must be from 0 to 1 | not 1.5",
@@ -134,6 +134,7 @@ TRAIN = {
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'preds,logits' | q_halt_logits",
+    "--pos_encodings=rope": "pos_encodings=rope | --mlp_t=False",
     "--mlp_t=False --num_heads=3": "hidden_size 16 | num_heads 3",
     "--freeze_weights --puzzle_emb_ndim=0": "freeze_weights | puzzle_emb_ndim is 0",
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
