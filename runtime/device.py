@@ -359,8 +359,7 @@ def check_batch_size(settings, device):
                         f"{device.world} replicas")
     size = settings.micro_batch_size
     if size and share % size:
-        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica: all that "
-                        "do give the same result")
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica")
 
 
 def peak_flops(device):

@@ -53,7 +53,9 @@ def choose_device(wanted):
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     if wanted == "cpu":
         return "cpu", "--device=cpu"
-    return ("cuda", "a CUDA GPU is here") if has_cuda else ("cpu", "no TPU and no CUDA GPU found")
+    if has_cuda:
+        return "cuda", "a CUDA GPU is here"
+    return "cpu", "no TPU and no CUDA GPU found"
 
 
 def check_launcher(place):

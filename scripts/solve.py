@@ -19,7 +19,8 @@ tries copies of the puzzle by symmetry and turns the answer back, up to 8 attemp
 is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
 train.py's config files and flags change how it is evaluated, but neither its depth nor its network.
 Forks of examples/ that trained a model run by themselves, unless config files are given. The model of
-examples/houses.py takes Sudokus of every size, in one attempt of all steps: copies would change nothing.
+examples/houses.py takes Sudokus of every size, in one attempt, since copies would change nothing; its file
+says after how many steps the attempt ends.
 It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
 checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
 """

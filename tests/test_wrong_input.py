@@ -122,7 +122,7 @@ RESUME = "--init_from=resume --out_dir=out/run "
 BEGIN = "--init_from=out/run/ckpt_00000002.pt "
 TRAIN = {
     # values
-    "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica: all that do",
+    "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica",
     "--lr=nan": "lr must be above 0 | not nan",
     "--expansion=1e30": "expansion must be above 0 and below 2^31, not 1e+30",
     "--beta1=1.5": "beta1 must be from 0 to 1 | not 1.5",
