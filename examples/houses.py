@@ -82,6 +82,12 @@ class HouseTRM(model.TRM):
         return dict(z_H=self.H_init.expand(shape), z_L=self.L_init.expand(shape))
 
     def embed(self, inputs, puzzle_rows):
+        # Unsolved sequences end after different numbers of steps, which follow from the puzzle: if all began
+        # and ended together, an update would see one depth alone.
+        most = self.settings.halt_max_steps
+        self.last_steps = most - inputs.sum(-1) % (most // 2 + 1)
+
+        # three states of each candidate
         digits = torch.arange(2, 2 + self.grid[1], device=inputs.device)
         inputs = inputs.unsqueeze(-1)
         states = torch.where(inputs == digits, 2, (inputs == 1).int())  # [B, S, K]
@@ -117,11 +123,7 @@ class HouseTRM(model.TRM):
         return values
 
     def halts(self, steps, q_halt, min_halt_steps):
-        # unsolved sequences end after different numbers of steps: if all began together, an update would see
-        # one depth alone
-        most = self.settings.halt_max_steps
-        last_steps = most - torch.arange(len(steps), device=steps.device) % (most // 2 + 1)
-        return super().halts(steps, q_halt, min_halt_steps) | (steps >= last_steps)
+        return super().halts(steps, q_halt, min_halt_steps) | (steps >= self.last_steps)
 
 
 model.LOSSES["bounded"] = bounded_loss

@@ -10,32 +10,44 @@ import copy
 
 import data
 import train
+from runtime.errors import UserError
 
 new(
-    other_data_path="",  # the second dataset, as data_path
+    other_data_path="data/sudoku-6x6-3k",  # the second dataset, as data_path
     other_data_prepare="",  # as data_prepare
     other_interval=3,  # steps
 )
 
+_length_of = train.length_of
 _make_inputs = train.make_inputs
 _train_step = train.train_step
 
 
+def length_of(settings, train_set, start):
+    # a run calls this when it has opened its dataset, before it compares the data with its checkpoint's
+    if settings.other_interval < 1:
+        raise UserError(f"other_interval={settings.other_interval} must be at least 1")
+    if not settings.eval_only:
+        others = copy.copy(settings)
+        others.data_path = settings.other_data_path
+        others.data_prepare = settings.other_data_prepare
+        train_set.other, _ = data.load(data.get_dataset(others, train.STOP.is_set))
+        # a resume on another second dataset is refused, as on another first one
+        train_set.sha256 = data.json_hash([train_set.sha256, train_set.other.sha256])
+    return _length_of(settings, train_set, start)
+
+
 class Run(train.Run):
     """Training state with a second model, and with sequences of its boards."""
-    other_set = None
+    other_model = None
 
     def restart_sequences(self):
         super().restart_sequences()
         self.other_sequences = None
 
-    def open_other_set(self):
-        """Loads the second dataset, and builds the model of its boards."""
-        settings = copy.copy(self.settings)
-        settings.data_path = settings.other_data_path
-        settings.data_prepare = settings.other_data_prepare
-        self.other_set, _ = data.load(data.get_dataset(settings, train.STOP.is_set))
-        self.other_model = train.new_model(settings, self.other_set)
+    def build_other_model(self, dataset):
+        """Builds the model of the second size, which has no weights of its own."""
+        self.other_model = train.new_model(self.settings, dataset)
         self.other_model.load_state_dict(self.buffers(), strict=False)
         self.device.prepare(self.other_model)
         self.other_step = self.device.compile(self.other_model.call_with)
@@ -48,10 +60,10 @@ class Run(train.Run):
 
 
 def make_inputs(run, train_set, step, total_steps):
-    if run.other_set is None:
-        run.open_other_set()
+    if run.other_model is None:
+        run.build_other_model(train_set.other)
     run.is_others_turn = step % run.settings.other_interval == run.settings.other_interval - 1
-    return _make_inputs(run, run.other_set if run.is_others_turn else train_set, step, total_steps)
+    return _make_inputs(run, train_set.other if run.is_others_turn else train_set, step, total_steps)
 
 
 def train_step(run, state, inputs, cycles):
@@ -67,6 +79,7 @@ def train_step(run, state, inputs, cycles):
         run.swap()
 
 
+train.length_of = length_of
 train.Run = Run
 train.make_inputs = make_inputs
 train.train_step = train_step
