@@ -159,6 +159,8 @@ def page_content(path, train_arguments):
     if problem:
         raise UserError(f"{path}: {problem}: a page cannot compute it, scripts/solve.py can")
     kind = kind_of(trm.task)
+    # a TRM's page shows all steps; a model that fits every size says when an answer is final
+    patience = settings.eval_patience if len(weights.fitting_kinds(trm)) > 1 else 0
 
     # the test puzzles as text
     puzzles = []
@@ -182,6 +184,7 @@ def page_content(path, train_arguments):
         "symbols": kind.symbols[1:],
         "depth": settings.eval_halt_max_steps or settings.halt_max_steps,
         "attempts": settings.eval_attempts,
+        "patience": patience,
         "sure": model.SURE,
         "parameters": trm.num_parameters(),
         "training_step": trm.step,

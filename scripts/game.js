@@ -45,6 +45,7 @@ function* solve(request) {
     attempt += 1;
     const copy = apply(symmetry, question);
     let state = trm.first_state();
+    let last = "", repeats = 0;
     for (let i = 0; i < request.steps; i++) {
       const step = trm.supervision_step(state, copy);
       state = step.state;
@@ -53,6 +54,10 @@ function* solve(request) {
       surest = Math.max(surest, sure);
       const text = tokens.map(token => task.symbols[token]).join("");
       yield {attempt, answer: text, sure, ...JUDGES[task.kind]?.(task, question, tokens)};
+      // an attempt ends once its answer stays, as in evaluate.py
+      repeats = text === last ? repeats + 1 : 0;
+      last = text;
+      if (run.patience && repeats >= run.patience) break;
     }
     if (surest >= run.sure || attempt >= request.attempts) break;
   }

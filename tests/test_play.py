@@ -5,6 +5,7 @@ import os
 import re
 import time
 import webbrowser
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -411,10 +412,12 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
     """By examples/houses.py. The page computes its other model without the fork."""
     houses = f"{models_folder}/houses"
     plain = f"{models_folder}/model.pt"
-    TrainProcess([houses, plain, "--eval_halt_max_steps=3", "page.html"], script="export").output()
+    flags = ["--eval_halt_max_steps=3", "--eval_patience=1"]
+    TrainProcess([houses, plain, *flags, "page.html"], script="export").output()
     TrainProcess([houses, os.path.relpath(HOUSES), "named.html"], script="export").output()
     url = f"file://{os.getcwd()}/page.html"
     browser.open(url)
+    ends_early = []
     for rows, n in zip(BOXES, (9, 9, 6, 2, 1), strict=True):
         browser.click(f'input[value="{rows}×{rows}"]')
         assert browser.js("filled().length") == rows
@@ -423,7 +426,7 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
         boards = random_boards(n, rows, np.random.default_rng(0))
         boards[:, ::5] = EMPTY
         Path("questions").write_text("\n".join(map(Sudoku(Sudoku.new_task(rows)).text, boards)))
-        argv = [houses, "questions", "--eval_halt_max_steps=3", f"--output={rows}.csv"]
+        argv = [houses, "questions", *flags, f"--output={rows}.csv"]
         TrainProcess(argv, script="solve").output()
 
         # and in the page, where a digit may tie with another one
@@ -433,6 +436,13 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
             answer, sure = browser.js("(step => [step.answer, step.sure])(stepsOf(0)[kept()[1] - 1])")
             assert sum(map(str.__ne__, answer, row["answer"])) <= 1
             assert abs(sure - float(row["certainty"])) < 1e-4 and row["attempts"] == "1"
+
+            # it ends where an answer stays, and nowhere else
+            answers = browser.js("stepsOf(0).map(step => step.answer)")
+            *earlier, stays = (a == b for a, b in pairwise(answers))
+            assert not any(earlier) and (stays or len(answers) == 3)
+            ends_early.append(len(answers) < 3)
+    assert any(ends_early) and not all(ends_early), ends_early
     browser.open(f"{url}#1")
     check_answers(browser, plain)
 
