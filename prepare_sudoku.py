@@ -53,8 +53,8 @@ def main(settings):
     sizes = [9] if settings.source == "hub" else [*BOXES]
     if size not in sizes:
         raise UserError(f"size must be one of {sizes}, not {size}")
-    if settings.num_hard and (size > 9 or settings.source != "generate"):
-        raise UserError("num_hard is for --source=generate, and for 9 rows at most: more would take hours")
+    if settings.num_hard and size > 9:
+        raise UserError("num_hard is for 9 rows at most: more would take hours")
 
     # get the puzzles, [2, n, cells]: questions and answers
     kind = kind_of(Sudoku.new_task(size))

@@ -52,9 +52,15 @@ def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
         raise UserError(f"source must be one of {', '.join(dataset_names)}, not {settings.source!r}")
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
+    is_generated = settings.source == "generate"
+    of_files = "subsample_size", "min_difficulty"
+    of_generated = "num_train", "num_test", "num_hard"
+    for name in of_files if is_generated else of_generated:
+        if getattr(settings, name, None) != settings.defaults.get(name):
+            raise UserError(f"{name} does nothing with --source={settings.source}")
 
     # the name says the source, the training puzzles and the copies
-    num_puzzles = settings.num_train if settings.source == "generate" else settings.subsample_size
+    num_puzzles = settings.num_train if is_generated else settings.subsample_size
     everything = hub_size if settings.source == "hub" else "full"
     size = re.sub("000$", "k", str(num_puzzles or everything))
     name_folder(settings, f"{dataset_names[settings.source]}-{size}-aug-{aug}", others)
