@@ -257,8 +257,7 @@ class Device:
     def micro_batch_size(self, settings, flops):
         """Returns how many sequences to compute at a time, which changes no result but by rounding.
 
-        A fork may look at the place of a sequence in its micro-batch, as examples/houses.py does. On a CPU
-        it is at most what takes some seconds: only between micro-batches can a stop take effect.
+        On a CPU it is at most what takes some seconds: only between micro-batches can a stop take effect.
         flops: of a training step for a sequence.
         """
         share = settings.global_batch_size // self.world

@@ -32,10 +32,11 @@ def example(name, task, *flags):
     return trm
 
 
-def supervision_step(trm, questions):
+def supervision_step(trm, questions, step=0):
     tokens = torch.from_numpy(questions.astype(np.int32))
-    sequences = trm.new_sequences(len(tokens), torch.float64) | dict(inputs=tokens, labels=tokens)
-    return trm(sequences)
+    steps = torch.full((len(tokens),), step)
+    sequences = trm.new_sequences(len(tokens), torch.float64) | dict(inputs=tokens, labels=tokens, steps=steps)
+    return trm(sequences, min_halt_steps=torch.zeros_like(steps))
 
 
 def answer_copies(name, task):
@@ -70,10 +71,29 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     remove("resumed", "ckpt_0000000[67].*")
     assert "training from step 3" in run("data6", "resumed", *flags, "--init_from=auto")
     assert same(last_weights("resumed"), last_weights("whole"))
+    # a resume on another second dataset is refused
+    text = run("data6", "resumed", *flags, "--other_data_path=data6", "--init_from=auto", code=2)
+    assert "was trained on another dataset" in text
+    assert "other_interval=0 must be at least 1" in run("data6", "new", *flags, "--other_interval=0", code=2)
     # and the other size is seen
     run("data6", "alone", *flags, "--other_interval=100")
     assert not same(last_weights("alone"), last_weights("whole"))
     run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
+
+
+def see_ends():
+    trm = example("houses", Sudoku.new_task(4), "--halt_max_steps=8").train()
+    questions = np.random.default_rng(0).integers(1, 6, (9, 16))
+    for step in range(8):
+        ends = supervision_step(trm, questions, step).sequences["halted"]
+        alone = [supervision_step(trm, question[None], step).sequences["halted"] for question in questions]
+        assert torch.cat(alone).equal(ends)
+        if step == 5:
+            assert len(ends.unique()) == 2
+
+
+def test_where_an_unsolved_sequence_ends_does_not_depend_on_its_micro_batch():
+    in_new_process(see_ends)
 
 
 def see_units():
