@@ -1,4 +1,4 @@
-"""The first fifteen minutes on a chip: is this code right there, and how fast?
+"""Checks in fifteen minutes whether this code is right on a chip, and how fast it is there.
 
     python scripts/first_chip.py --device=cuda     NVIDIA GPUs
     python scripts/first_chip.py --device=xla      TPUs, by torch_xla
