@@ -1,12 +1,12 @@
-"""How fast train.py's own steps are on this machine.
+"""Measures how fast train.py's own steps are on this machine.
 
     python bench.py                                               this machine; on a CPU, at a small batch
     python bench.py config/sudoku.py --global_batch_size=32       any config file and setting of train.py
 
-The settings below are bench.py's own, all others train.py's. Where data_path is missing, data_prepare makes
-it as for training; without data_prepare, random puzzles take its place, whose --size decides what a step
-costs. The last two lines say how many steps an hour has, as --max_steps=N, and all figures as one JSON
-object. scripts/aot.py shows what a TPU makes of the steps.
+The settings below are bench.py's own, all others are train.py's. If data_path is missing, data_prepare makes
+it. Without data_prepare, random puzzles take its place, and --size decides what a step costs. The second to
+last line says how many steps an hour has, as --max_steps=N. The last line has all figures as one JSON object.
+scripts/aot.py estimates the time of the steps on a TPU.
 """
 import copy
 import itertools

@@ -7,9 +7,9 @@ lr: Above0 = 1e-4 is the Rule of its values. Files and flags apply from left to 
 what none of them assigned.
 
 A config file is Python that assigns some of the settings and may read the others. run("baseline.py") in it
-runs the file beside it; `__file__` is the outer file's path. Names that start with an underscore are the
-file's own, and so are modules, functions and other values. Once the file has run, its functions do not see
-the settings: a later flag may change them.
+runs the file beside it, where `__file__` is the outer file's path. Names that start with an underscore belong
+to the file, and so do modules, functions and other values. Once the file has run, its functions no longer see
+the settings, because a later flag may change them.
 
 A config file may also be a fork: new(grad_clip=0.0) adds settings, and it may replace classes and functions
 in the modules that it imports: import model; model.TRM = MyTRM. A process configures forks once.

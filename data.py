@@ -8,7 +8,7 @@ A dataset is a folder in the layout of the official code, plus a manifest:
     data/NAME/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_indices}.npy
 
 A group is one puzzle, or one task of ARC. It has versions: the puzzle itself and its copies by symmetry. The
-official code, whose names the files have, calls a version a puzzle.
+files have the official code's names, in which a version is called a puzzle.
 
 inputs and labels are tokens [N, seq_len], one example a row. Version i has the row puzzle_identifiers[i] of
 the model's table, and owns the examples puzzle_indices[i]:puzzle_indices[i + 1]; group g owns the versions

@@ -1,10 +1,10 @@
-"""Solves puzzles with a model: train.py's evaluations and scripts/solve.py.
+"""Solves puzzles with a model, for train.py's evaluations and for scripts/solve.py.
 
-A batch has slots, and a slot works on one attempt at one puzzle. After each supervision step a slot keeps the
-last answer and the most confident one so far ("surest": of the step where q_halt was highest). An attempt
-leaves its slot after eval_halt_max_steps, or once its answer has not changed for eval_patience steps; then
-the slot takes the next puzzle of the queue. With eval_attempts, a puzzle without a sure answer waits there
-for another attempt: at a copy of itself by symmetry, whose answer is turned back.
+A batch has slots. Each slot works on one attempt at one puzzle, and keeps the last answer and the surest
+answer of this attempt: the answer of the step where q_halt was highest. An attempt leaves its slot after
+eval_halt_max_steps, or once its answer has not changed for eval_patience steps. Then the slot takes the next
+puzzle of the queue. With eval_attempts above 1, a puzzle without a sure answer waits for another attempt.
+That one solves a copy by symmetry, and its answer is turned back.
 """
 import functools
 import json

@@ -6,10 +6,10 @@
     python prepare_arc.py --source=PREFIX      Kaggle's PREFIX_training_challenges.json, PREFIX_training_...
     python prepare_arc.py --source=generate    small tasks of ten families
 
-A version of a task turns all of its grids and permutes their colors; the model has an identifier for each.
-The versions and their numbers are those of the official builder, so that public checkpoints can be used. The
-test pairs of one subset are the test set. All other pairs are trained on, the demonstration pairs of the test
-tasks too. The files hold each task once: batches make its versions.
+A version of a task turns all of its grids and permutes their colors. The model has an identifier for each
+version. Versions and identifiers are the same as the official builder's, so that public checkpoints can be
+used. The test pairs of one subset are the test set. The model trains on all other pairs, also on the
+demonstration pairs of the test tasks. The files hold each task once, and batches make its versions.
 """
 import glob
 import importlib.util

@@ -3,7 +3,7 @@
     python prepare_csv.py --train_csv=train.csv --test_csv=test.csv --grid=6x6 --symbols=".01"
     python prepare_csv.py --train_csv=all.csv --holdout=1000 --dihedral --kind=distances
 
-Files are CSV with the columns question and answer, also .gz. docs/own-puzzles.md says more.
+Files are CSV with the columns question and answer, also compressed as .gz. docs/own-puzzles.md says more.
 """
 import math
 import os

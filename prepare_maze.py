@@ -5,7 +5,7 @@
     python prepare_maze.py --source=generate --size=30 --min_path=111    mazes like Maze-Hard's
 
 In files, a maze is a square of the characters "# SGo", row after row: wall, open, start, goal, path. The
-answer is the question with the open cells of one shortest path from S to G as "o". Steps go up, down, left
+answer is the question with an "o" in each open cell of one shortest path from S to G. Steps go up, down, left
 and right. puzzles/maze.py has the generator and the copies.
 """
 import functools

@@ -4,8 +4,8 @@
     python train.py config/sudoku.py --device=cuda        the paper's Sudoku-Extreme, after prepare_sudoku.py
     python train.py config/sudoku.py --init_from=resume   continues from the newest checkpoint of out_dir
 
-The class Settings has the defaults, the paper's Sudoku-Extreme recipe (MLP). Config files and --key=value
-flags override them, and functions take the result as `settings`. At the end is how a run starts.
+The class Settings has the defaults: the paper's recipe for Sudoku-Extreme (MLP). Config files and --key=value
+flags override them, and functions take the result as `settings`. A run starts at the end of the file.
 """
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Models in files, and how notebooks and scripts ask them."""
+"""Loads models from files, and solves puzzles with them, for notebooks and scripts."""
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple

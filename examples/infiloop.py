@@ -2,7 +2,7 @@
 
     python train.py config/demo.py examples/infiloop.py --lr=3e-3 --max_steps=844 --out_dir=out/infiloop
 
-The original's depth (H_cycles 6, L_cycles 12, 12 supervision steps) is a matter of flags.
+Flags can set the original's depth: H_cycles 6, L_cycles 12 and 12 supervision steps.
 """
 import torch
 

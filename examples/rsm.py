@@ -2,7 +2,7 @@
 
     python train.py config/demo.py examples/rsm.py --H_cycles=2 --L_cycles=3 --max_steps=902 --out_dir=out/rsm
 
-The original's batch of 512 and its 14,969 steps are a matter of flags.
+Flags can set the original's batch of 512 and its 14,969 steps.
 """
 import model
 import optim

@@ -3,9 +3,9 @@
     python train.py config/demo.py examples/symbols.py --out_dir=out/symbols
 
 The latents are [B, K, L, D], a vector for each of K digits in each cell, and a digit sees the mean of all.
-If the digits of a question are renamed, those of the answer are renamed alike, up to rounding. So this suits
-puzzles whose symbols can be renamed: Sudoku, and prepare_csv.py's with --permute_symbols. Padding and the
-empty cell, the first two symbols of a task, are no digits.
+If the digits of a question are renamed, the digits of the answer are renamed alike, up to rounding. So this
+suits puzzles whose symbols can be renamed: Sudoku, and datasets of prepare_csv.py with --permute_symbols. The
+first two symbols of a task, padding and the empty cell, are not digits.
 
 The original has attention over positions and over digits, one latent, dropout and no halting head.
 """

@@ -1,8 +1,8 @@
 """ARC: grids and their versions, and the vote.
 
-A grid is an array of colors [rows, columns], uint8. On a canvas of side x side tokens, it has an EDGE below
-and on the right, where there is room. A version, uint8 [11], says in which of the 8 ways to turn a grid,
-numbered as in the official builder, and what the colors 0 to 9 become.
+A grid is an array of colors [rows, columns], uint8. The model sees it on a canvas of side x side tokens, with
+an EDGE below and on the right if there is room. A version is uint8 [11]. Its first number says in which of 8
+ways a grid is turned, numbered as in the official builder. The others say what the colors 0 to 9 become.
 """
 import json
 import math

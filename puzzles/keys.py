@@ -1,4 +1,4 @@
-"""Keys by which the preparation of datasets finds equal puzzles."""
+"""Computes keys that are equal for equal puzzles, for the prepare scripts."""
 import numpy as np
 
 from puzzles.symmetries import NUM_TOKENS

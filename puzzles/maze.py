@@ -1,8 +1,8 @@
 """Mazes: the rules, a solver, a generator, and copies that are turned and solved anew.
 
-Mazes are the official code's tokens [n, cells], 0 padding and 1 to 5 the symbols "# SGo": wall, open, start,
-goal, path. They are squares, row after row. The answer is the question with the open cells of one shortest
-path from S to G as "o". Steps go up, down, left and right.
+Mazes are the official code's tokens [n, cells]. 0 is padding, and 1 to 5 are the symbols "# SGo": wall, open,
+start, goal, path. They are squares, row after row. The answer is the question with an "o" in each open cell
+of one shortest path from S to G. Steps go up, down, left and right.
 """
 import itertools
 import math

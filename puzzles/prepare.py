@@ -1,8 +1,8 @@
-"""What the prepare scripts share: settings, puzzles of files, processes that generate puzzles, the end.
+"""What the prepare scripts share: settings, reading files, processes that generate puzzles, writing.
 
-Every script goes the same way: it reads or generates puzzles, drops the training puzzles that the test has,
-draws some, makes copies, and writes a dataset. There a group is one original puzzle (for ARC one task), and
-its versions are the original and its copies by symmetry.
+A script reads or generates puzzles, drops the training puzzles that are also in the test, draws some, makes
+copies, and writes a dataset. In a dataset, a group is one original puzzle (for ARC, one task), and its
+versions are the original and its copies by symmetry.
 """
 import itertools
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Puzzles as text: what people type, and the rows of CSV files."""
+"""Reads puzzles from text: what people type, and the rows of CSV files."""
 import csv
 import gzip
 import string

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, and the mirror of a run there."""
+"""Reads and writes Google Cloud Storage, and mirrors a run there."""
 import functools
 import json
 import os

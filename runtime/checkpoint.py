@@ -1,8 +1,8 @@
 """A run's checkpoints: their names, where a run begins, and what is written and pruned.
 
-A run's folder holds ckpt_STEP.pt for the last steps and best.pt, each with a .json, written after it, that
-has its hash: only the .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has
-all that solve.py, play.py and export.py need, with 100 test puzzles or fewer.
+A run's folder has ckpt_STEP.pt of the last steps, and best.pt. A .json with its hash is written after each.
+Only this .json proves that a checkpoint is complete. run.json has the run's id. A checkpoint has all that
+solve.py, play.py and export.py need, with at most 100 test puzzles.
 """
 import copy
 import fcntl

@@ -1,4 +1,4 @@
-"""The CPU and CUDA GPUs: the methods that train.py uses; xla.py and torchtpu.py have them for TPUs."""
+"""The CPU and CUDA GPUs as devices of a run. xla.py and torchtpu.py have the same methods for TPUs."""
 import atexit
 import os
 import platform

@@ -1,6 +1,6 @@
 """Chooses and opens the device of a run: the CPU, a CUDA GPU, or a TPU through torch_xla or TorchTPU.
 
-The two engines for TPUs need environments of their own, and are imported where a TPU is looked for or used.
+Each engine for TPUs needs an environment of its own. It is imported only where a TPU is looked for or used.
 """
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The two expected errors of a command, see process.command, and what raises them."""
+"""The two errors that process.command expects, and functions that raise them."""
 from contextlib import contextmanager
 
 

@@ -1,4 +1,4 @@
-"""Files that several parts read or write: atomic writes, locks, hashes, JSON, metrics.jsonl; and progress."""
+"""Helpers for files (atomic writes, locks, hashes, JSON, metrics.jsonl), and lines that show progress."""
 import fcntl
 import hashlib
 import json

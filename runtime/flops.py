@@ -1,4 +1,4 @@
-"""The arithmetic of a model: matrix products only, 2 FLOPs a multiply-add."""
+"""Counts the FLOPs of a model: only matrix products, with 2 FLOPs for a multiply-add."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map

@@ -1,4 +1,4 @@
-"""Requests over a network that are tried again."""
+"""Repeats network requests that fail."""
 import subprocess
 import time
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints and model files, also the official code's, and gives a model their weights."""
+"""Reads checkpoints and model files, also the official code's, and loads their weights into a model."""
 import re
 
 import torch

@@ -1,7 +1,7 @@
 """A TPU chip through TorchTPU, with the methods of device.Device. One process drives one chip.
 
-A step is captured by make_fx, compiled as one program and replayed, as with torch_xla. torch.compile finds
-the same program, but copies its results into the state. This program overwrites the state.
+make_fx captures a step, which is compiled as one program and replayed, as with torch_xla. This program
+overwrites the state. torch.compile would make the same program, but copy its results into the state.
 """
 import os
 import socket

@@ -1,6 +1,6 @@
 """A TPU chip through PyTorch/XLA, with the methods of device.Device.
 
-A step is traced and compiled once, then replayed: tracing takes the host longer than the step takes a TPU.
+A step is traced and compiled once, and then replayed. Tracing takes the host longer than a step takes a TPU.
 With PJRT_DEVICE=CPU the device is the CPU, and replicas are threads of one process.
 """
 import os

@@ -1,4 +1,4 @@
-"""The environment that torch_xla needs, which must be right before it is imported."""
+"""Prepares the environment variables of torch_xla, which must be right before it is imported."""
 import glob
 import math
 import os

@@ -1,9 +1,9 @@
-"""What the TPU's own compiler makes of train.py's two steps, without a TPU.
+"""Compiles train.py's two steps with the TPU's own compiler, without a TPU.
 
     pip install jax==0.10.2 libtpu==0.0.51      in an environment without torch_xla[tpu], which needs 0.0.21
     python scripts/aot.py config/baseline.py --tpu=v4-32
 
-It compiles the programs of the engine that is installed. For TorchTPU's, with what on_cpu.py needs:
+It compiles the programs of the engine that is installed. For TorchTPU, also install what on_cpu.py needs:
 
     pip install jax==0.10.2                     beside requirements-torchtpu.txt
     python tests/torchtpu/on_cpu.py scripts/aot.py config/baseline.py --tpu=v5e-8

@@ -2,8 +2,8 @@
 
     python scripts/compare.py out/one out/cpu 1e-3
 
-The exit code is 1 if the largest relative difference is above the limit, the last argument, or if there is no
-such step.
+The last argument is the limit of the largest relative difference. The exit code is 1 if the difference is
+above it, or if there is no such step.
 """
 import json
 import math

@@ -1,4 +1,4 @@
-"""The first fifteen minutes on a chip: is this code right there, and how fast?
+"""Checks in fifteen minutes whether this code is right on a chip, and how fast it is there.
 
     python scripts/first_chip.py --device=cuda     NVIDIA GPUs
     python scripts/first_chip.py --device=xla      TPUs, by torch_xla
@@ -7,10 +7,10 @@
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python scripts/first_chip.py --device=xla     the same through XLA
     PJRT_DEVICE=CPU python tests/torchtpu/on_cpu.py scripts/first_chip.py --device=tpu
 
-Each part has commands in first_chip.sh, and the chips for itself. Its result is its exit code and its last
-line. A part that fails or hangs does not end the others, and one for which the minutes are too few is left
-out. Nothing is downloaded. out_dir keeps the output of each part, and all results in results.md and
-results.json. The exit code is 1 if a part has failed.
+The check has several parts, whose commands are in first_chip.sh. Each part has the chips for itself. Its
+result is its exit code and its last line. A part that fails or hangs does not end the others. A part is left
+out if too few minutes remain. Nothing is downloaded. out_dir keeps the output of each part, and all results
+in results.md and results.json. The exit code is 1 if a part has failed.
 """
 import json
 import os

@@ -1,10 +1,10 @@
-"""Golden parity: does train.py compute the official code's steps, in float32 on one chip of this machine?
+"""Checks that train.py computes the official code's steps, in float32 on one chip of this machine.
 
     python scripts/parity.py --device=xla
 
-Each step starts from the official state before it, and all that it computes is compared with the official
-code: halts, metrics, carry, moments, weights, their average and the puzzle embedding, but for entries that
-rounding can turn (determined() below). Each step of an evaluation is compared in the same way, with its
+Each step starts from the official state before it. All that it computes is compared with the official code:
+halts, metrics, carry, moments, weights, their average and the puzzle embedding. Entries that rounding can
+turn are left out (determined() below). Each step of an evaluation is compared in the same way, with its
 answers and q_halt. So only the rounding of a single step is left. It depends on the machine (the order of
 sums, the instructions) and is about 1e-6 of a tensor's largest entry; the limit is 1e-4. Halts and counts
 must be equal: records/golden/make.py, which records these files, keeps no step in which a decision is close.

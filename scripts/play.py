@@ -1,13 +1,13 @@
 """Opens a web page where a trained model solves puzzles, step by step.
 
     python scripts/play.py                              models/sudoku.pt
-    python scripts/play.py out/demo                     a run's
+    python scripts/play.py out/demo                     the newest checkpoint of a run
     python scripts/play.py out/fork fork.py             a model that fork.py trained
     python scripts/play.py out/demo models/sudoku-6x6.pt     two models
 
-The models are those of solve.py. Each brings 100 test puzzles; others can be typed or pasted. The page is a
-temporary file of export.py, which says what it can compute. Some browsers, such as Ubuntu's Firefox, cannot
-read temporary files: for them, export.py writes the page elsewhere.
+It takes the same models as solve.py. Each model brings 100 test puzzles, and you can type or paste others.
+export.py writes the page as a temporary file, and says in --help which models a page can have. Some browsers,
+such as Ubuntu's Firefox, cannot read temporary files. For them, let export.py write the page elsewhere.
 """
 import tempfile
 import webbrowser

@@ -1,11 +1,11 @@
-"""Tables and pictures that compare runs: the groups of the scaling study, or any runs.
+"""Makes tables and pictures that compare runs: the groups of the scaling study, or any runs.
 
     python scripts/report.py                              the study: out/study
     python scripts/report.py out/demo0 out/demo1          these runs, or all runs in these folders
     python scripts/report.py pulled --out_dir=out/pulled  what was downloaded from a bucket
 
-Reads the metrics.jsonl of each run. Writes out_dir/report.md and its PNGs. Runs that are unfinished or
-damaged are named. Runs whose settings differ only in the seed are one variant, and a run of another group
+It reads the metrics.jsonl of each run and writes out_dir/report.md with its PNGs. It names runs that are
+unfinished or damaged. Runs whose settings differ only in the seed are one variant, and a run of another group
 with the same settings is one more seed. It needs matplotlib and scipy.
 """
 import json

@@ -10,8 +10,8 @@ A puzzle is a text, a file, or - for standard input. It has one of two forms: a 
 line for each row, with an empty line before the next puzzle. A Sudoku has digits, a maze "# SG" (wall, open,
 start, goal), others the symbols of their dataset. Each of . 0 _ * ? is an empty cell unless it is a symbol;
 white space and rulers of | + - = are left out unless they are symbols. A puzzle that begins with - must be in
-a file. A .csv or .tsv file, also .gz, has a puzzle a row, in the column question. Rules judge the answers;
-where no rules are known, known answers do, of the column answer.
+a file. A .csv or .tsv file (also .gz) has a puzzle in each row, in the column question. If the rules are
+known, they judge the answers. If not, the answers are compared with the column answer.
 
 The script keeps the most confident answer of all supervision steps. An attempt ends after
 eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As long as no answer is sure, it

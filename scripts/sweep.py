@@ -4,7 +4,7 @@
     python scripts/sweep.py exp01a exp02b_03 --epochs=1000  two runs, both with a setting of train.py
     python scripts/sweep.py --pattern=exp01 config/mini.py  with this config file after each run's
 
-A name may be cut off before a _, as exp01a of exp01a_h256; --pattern selects all runs that begin with it.
+A name may end before any _ of it: exp01a selects exp01a_h256. --pattern selects all runs that begin with it.
 The settings below are sweep.py's own. All others are train.py's and apply to every run; the run's name is
 added to out_dir and gcs_dir. bench.py with a run's file tells how long the run takes on this machine.
 
