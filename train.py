@@ -138,7 +138,7 @@ def recipe(settings):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The step
+# The state of training
 
 # A step changes run.state: trees of tensors, float32 but for the sequences. A copy or a fork may add others.
 STATE = (
@@ -151,6 +151,124 @@ STATE = (
     "grad_norms",  # [1], sum of the gradient norms since then
 )
 
+
+class Run:
+    """What trains on one device: the model, the state of training, and the compiled train and eval steps.
+
+    Functions call it `run`. state: see STATE. saved: a checkpoint, whose EMA and optimizer state it takes.
+    """
+
+    def __init__(self, settings, trm, device, saved=None):
+        self.settings = settings
+        self.model = trm
+        self.device = device
+        self.batch_size = settings.global_batch_size // device.world  # of this replica
+        self.dtype = getattr(torch, settings.forward_dtype)
+        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
+        self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
+        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
+        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
+        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
+        self.state = device.put(shared["state"])
+        self.load_buffers(shared["buffers"])
+        device.prepare(trm)  # moves it there
+        if trm.has_puzzle_emb:
+            trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
+        self.restart_sequences()
+        # the programs
+        self.supervision_step = device.compile(trm.call_with)
+        self.train_step = device.compile_step(functools.partial(train_step, self))
+        self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
+
+    def first_state(self, saved):
+        """Returns the state before the first step, on the host."""
+        weights, puzzle_emb = evaluate.weights_of(self.model)
+        average = saved.get("ema") or weights
+        optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
+        return dict(
+            weights=weights,
+            ema={name: average[name] for name in weights} if self.settings.ema else {},
+            optimizer=optimizer | saved.get("optimizer", {}),
+            puzzle_emb=puzzle_emb,
+        )
+
+    def buffers(self):
+        """Returns the tensors that are saved but not trained, {name: tensor}."""
+        trained = {*self.model.weights(), "puzzle_emb.weights"}
+        return {name: t for name, t in self.model.state_dict().items() if name not in trained}
+
+    def load_buffers(self, buffers):
+        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
+        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
+        others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
+        if others:
+            buffers = buffers | self.device.all_gather(others)[0]
+        self.model.load_state_dict(buffers, strict=False)
+
+    def restart_sequences(self):
+        """Lets all sequences count as halted, so that the next step gives them new puzzles."""
+        self.state |= self.device.put(dict(sequences=self.model.new_sequences(self.batch_size, self.dtype)))
+        self.restart_sums()
+
+    def restart_sums(self):
+        # torch_xla would take tensors without dimensions for constants
+        log_sums = {name: torch.zeros(1) for name in (*model.METRICS, *model.LOSS_TERMS)}
+        self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
+
+    def restore_kept(self, saved):
+        """Gives all ranks what a copy or a fork has added to the state of rank 0's checkpoint. All ranks."""
+        kept = self.device.all_gather(saved.get("kept", {}))[0]
+        self.state |= self.device.put({name: tree for name, tree in kept.items() if name in self.state})
+
+    def evaluate(self, test_set, indices, title, save_to=""):
+        """See evaluate.evaluate()."""
+        def should_stop():
+            restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
+            return STOP.is_set()
+
+        try:
+            return evaluate.evaluate(
+                self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
+        except StepDropped:
+            return {}
+
+    def eval_weights(self):
+        """Returns the weights that evaluations use, and the puzzle embedding."""
+        return self.state["ema"] or self.state["weights"], self.state["puzzle_emb"]
+
+    def take_means(self, num_steps):
+        """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
+        sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
+        means = {}
+        # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
+        for name in model.LOSS_TERMS:
+            means[f"train/{name}"] = sums[name] / (num_steps * self.settings.global_batch_size)
+        for name in model.METRICS:
+            if name != "count" and sums["count"]:
+                means[f"train/{name}"] = sums[name] / sums["count"]
+        means["train/grad_norm"] = float(self.state["grad_norms"].cpu()) / num_steps
+        self.restart_sums()
+        return means
+
+    def state_dict(self):
+        """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
+        # both state dicts have the buffers and the puzzle embedding
+        others = self.buffers()
+        if self.model.has_puzzle_emb:
+            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
+        saved = dict(
+            weights=self.state["weights"] | others,
+            ema=self.state["ema"] and self.state["ema"] | others,
+            optimizer=self.state["optimizer"],
+            kept={name: tree for name, tree in self.state.items() if name not in STATE},  # what was added
+        )
+        # a file holds a tensor of both once
+        copied = functools.cache(lambda t: t.to("cpu", copy=True))
+        return tree_map(copied, saved)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The step
 
 @torch.no_grad()
 def train_step(run, state, inputs, cycles):
@@ -412,124 +530,6 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     # "final" marks the run as complete
     log.evaluation(step, {"final": True, **values})
     return True
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The state of training
-
-class Run:
-    """Training state on one device, and the programs of the train and eval steps.
-
-    state: see STATE. saved: the checkpoint's content; its EMA and optimizer state are taken over.
-    """
-
-    def __init__(self, settings, trm, device, saved=None):
-        self.settings = settings
-        self.model = trm
-        self.device = device
-        self.batch_size = settings.global_batch_size // device.world  # of this replica
-        self.dtype = getattr(torch, settings.forward_dtype)
-        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
-        self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
-        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
-        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
-        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
-        self.state = device.put(shared["state"])
-        self.load_buffers(shared["buffers"])
-        device.prepare(trm)  # moves it there
-        if trm.has_puzzle_emb:
-            trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
-        self.restart_sequences()
-        # the programs
-        self.supervision_step = device.compile(trm.call_with)
-        self.train_step = device.compile_step(functools.partial(train_step, self))
-        self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
-
-    def first_state(self, saved):
-        """Returns the state before the first step, on the host."""
-        weights, puzzle_emb = evaluate.weights_of(self.model)
-        average = saved.get("ema") or weights
-        optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        return dict(
-            weights=weights,
-            ema={name: average[name] for name in weights} if self.settings.ema else {},
-            optimizer=optimizer | saved.get("optimizer", {}),
-            puzzle_emb=puzzle_emb,
-        )
-
-    def load_buffers(self, buffers):
-        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
-        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
-        others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
-        if others:
-            buffers = buffers | self.device.all_gather(others)[0]
-        self.model.load_state_dict(buffers, strict=False)
-
-    def state_dict(self):
-        """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        # both state dicts have the buffers and the puzzle embedding
-        others = self.buffers()
-        if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
-        saved = dict(
-            weights=self.state["weights"] | others,
-            ema=self.state["ema"] and self.state["ema"] | others,
-            optimizer=self.state["optimizer"],
-            kept={name: tree for name, tree in self.state.items() if name not in STATE},  # what was added
-        )
-        # a file holds a tensor of both once
-        copied = functools.cache(lambda t: t.to("cpu", copy=True))
-        return tree_map(copied, saved)
-
-    def restore_kept(self, saved):
-        """Gives all ranks what a copy or a fork has added to the state of rank 0's checkpoint. All ranks."""
-        kept = self.device.all_gather(saved.get("kept", {}))[0]
-        self.state |= self.device.put({name: tree for name, tree in kept.items() if name in self.state})
-
-    def buffers(self):
-        """Returns the tensors that are saved but not trained, {name: tensor}."""
-        trained = {*self.model.weights(), "puzzle_emb.weights"}
-        return {name: t for name, t in self.model.state_dict().items() if name not in trained}
-
-    def restart_sequences(self):
-        """Lets all sequences count as halted, so that the next step gives them new puzzles."""
-        self.state |= self.device.put(dict(sequences=self.model.new_sequences(self.batch_size, self.dtype)))
-        self.restart_sums()
-
-    def restart_sums(self):
-        # torch_xla would take tensors without dimensions for constants
-        log_sums = {name: torch.zeros(1) for name in (*model.METRICS, *model.LOSS_TERMS)}
-        self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
-
-    def take_means(self, num_steps):
-        """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
-        sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
-        means = {}
-        # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
-        for name in model.LOSS_TERMS:
-            means[f"train/{name}"] = sums[name] / (num_steps * self.settings.global_batch_size)
-        for name in model.METRICS:
-            if name != "count" and sums["count"]:
-                means[f"train/{name}"] = sums[name] / sums["count"]
-        means["train/grad_norm"] = float(self.state["grad_norms"].cpu()) / num_steps
-        self.restart_sums()
-        return means
-
-    def eval_weights(self):
-        """Returns the weights that evaluations use, and the puzzle embedding."""
-        return self.state["ema"] or self.state["weights"], self.state["puzzle_emb"]
-
-    def evaluate(self, test_set, indices, title, save_to=""):
-        """See evaluate.evaluate()."""
-        def should_stop():
-            restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
-            return STOP.is_set()
-
-        try:
-            return evaluate.evaluate(
-                self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
-        except StepDropped:
-            return {}
 
 
 # ---------------------------------------------------------------------------------------------------------
