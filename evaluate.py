@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 
 import model
 from puzzles import IGNORE_LABEL, kind_of, sigmoid
-from runtime.checkpoint import open_bucket
 from runtime.device import cast_weights
 from runtime.errors import TransientError, UserError, check_values
 from runtime.files import Progress, replacing, to_stderr
@@ -370,6 +369,7 @@ def save_file(settings, device, should_stop, name, write):
         with replacing(path) as f:
             write(f)
         if settings.gcs_dir and (device.rank or settings.eval_only):
-            open_bucket(settings, should_stop).write(name, Path(path))
+            from runtime.bucket import Bucket
+            Bucket(settings.gcs_dir, should_stop).write(name, Path(path))
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         to_stderr(f"{path}: not saved: {e}")

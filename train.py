@@ -31,10 +31,10 @@ import puzzles
 from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
 from runtime.checkpoint import check_settings
-from runtime.device import cast_weights, check_batch_size
+from runtime.device import cast_weights, check_batch_size, check_ranks
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
-from runtime.files import duration
+from runtime.files import duration, newest_whole
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
 from runtime.process import STOP, StepDropped, restart_watchdog
@@ -480,7 +480,7 @@ def log_steps(run, log, step, total_steps, cycles):
 def check_finite(settings, what, *values):
     """Raises UserError, which begins with `what`, unless all values are finite: a resume is exact."""
     if not all(map(math.isfinite, values)):
-        last_good = checkpoint.newest_whole(settings.out_dir) or "none"
+        last_good = newest_whole(settings.out_dir) or "none"
         raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good "
                         f"one: {last_good}")
 
@@ -557,9 +557,9 @@ def replica(settings, device_type):
     trm = new_model(device_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    checkpoint.check_ranks(device_settings, train_set, device)
+    check_ranks(device_settings, train_set, device)
     checkpoint.check_hosts(start, settings, device)
-    notes = checkpoint.on_rank_0(device, lambda: load_start(start, saved, settings, trm, train_set)) or []
+    notes = device.call_on_rank_0(lambda: load_start(start, saved, settings, trm, train_set)) or []
     restart_watchdog(settings.stall_timeout)
     with errors.reporting_full_memory():
         run = Run(device_settings, trm, device, saved)

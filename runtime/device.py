@@ -211,6 +211,20 @@ class Device:
             dist.all_gather_object(values, value)
         return values
 
+    def call_on_rank_0(self, call):
+        """Returns what call() returns on rank 0, elsewhere None. All ranks raise its error, or would wait."""
+        result = None
+        error = None
+        if self.rank == 0:
+            try:
+                result = call()
+            except (Exception, SystemExit) as e:
+                error = e
+        error_of_rank_0 = self.all_gather(error)[0]
+        if error_of_rank_0:
+            raise error or error_of_rank_0  # rank 0's own has a traceback
+        return result
+
     def broadcast(self, tree):
         """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
         vector, restore = flatten(tree)
@@ -360,6 +374,17 @@ def check_batch_size(settings, device):
     size = settings.micro_batch_size
     if size and share % size:
         raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica")
+
+
+def check_ranks(settings, train_set, device):
+    """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+    facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
+    ranks = device.all_gather((device.host, facts))
+    _, expected = ranks[0]
+    for rank, (host, facts) in enumerate(ranks):
+        differing = sorted(dict(facts.items() - expected.items()))
+        if differing:
+            raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
 
 def peak_flops(device):

@@ -45,9 +45,8 @@ import weights
 from configurator import From0, configure, split_arguments
 from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
-from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import read_torch_file, replacing, to_stderr
+from runtime.files import newest_whole, read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
