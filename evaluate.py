@@ -291,26 +291,27 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     arrays = test_set.test_batch(own_indices) | queue.results
     values = means(device.all_gather(eval_sums(settings, test_set, arrays)))
 
-    # the versions of ARC's tasks vote
-    elected = {}
+    # ARC: the versions of a task vote. puzzles/arc.py counts the votes, which all ranks gather here.
+    # Rank 0 saves the answers that have won, if all examples took part.
+    save = functools.partial(save_file, settings, device, should_stop)
     if kind_of(test_set.task).versions_vote:
         from puzzles import arc  # other puzzles do without
         votes = arc.count_votes(test_set, own_indices, arrays["preds"], arrays["q_halt_logits"])
         elected = arc.merge_votes(device.all_gather(votes))
         values |= arc.vote_values(test_set, elected)
+        if save_to and device.rank == 0:
+            if len(indices) == len(test_set):
+                answers = json.dumps(arc.submission(test_set, elected))
+                save("submission.json", lambda f: f.write(answers.encode()))
+            else:
+                to_stderr(f"submission.json is not written: these are {len(indices)} of {len(test_set)} "
+                          "examples")
 
-    # each rank saves its arrays, and rank 0 what the votes have elected, unless it is a part
-    save = functools.partial(save_file, settings, device, should_stop)
+    # each rank saves its arrays
     if save_to and settings.eval_save_outputs:
         wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
         part = f".{device.rank}" if device.world > 1 else ""
         save(f"{save_to}{part}.npz", lambda f: np.savez_compressed(f, indices=own_indices, **wanted))
-    if save_to and elected and device.rank == 0:
-        if len(indices) == len(test_set):
-            answers = json.dumps(arc.submission(test_set, elected))
-            save("submission.json", lambda f: f.write(answers.encode()))
-        else:
-            to_stderr(f"submission.json is not written: these are {len(indices)} of {len(test_set)} examples")
     return values
 
 
