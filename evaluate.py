@@ -25,6 +25,8 @@ from runtime.files import Progress, replacing, to_stderr
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
+# An answer with so much confidence is sure: the puzzle gets no further attempt. records/results.md says why.
+SURE = 0.95
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class Queue:
         results["attempts"][puzzle] += 1
 
         # an unsure puzzle waits for an attempt at another copy, if there is one
-        is_sure = sigmoid(surest[puzzle]) >= model.SURE
+        is_sure = sigmoid(surest[puzzle]) >= SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             copies = attempt.copies or self.copies_of(self.indices[puzzle])
             symmetry = next(copies, None)

@@ -21,9 +21,6 @@ IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
-# Attempts at a puzzle end with an answer that the halting head finds so sure: records/results.md says why.
-SURE = 0.95
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The supervision step (paper, sections 2 and 4.6)

@@ -149,7 +149,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
             float, are read as tokens first.
         steps: the most supervision steps of an attempt, which ends once its answer repeats. Models for every
             size take them all.
-        attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
+        attempts: the most attempts at a question, at copies by symmetry, until one is evaluate.SURE.
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
     Raises UserError for a string that is not one question of this model, ValueError for another number of
