@@ -57,7 +57,7 @@ class Settings:
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-    # sequences that have not halted skip their new puzzle
+    # a step draws a puzzle for each sequence; epochs count them all, but only halted sequences take theirs
     epochs: From0 = 50000  # length of the run: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
@@ -199,7 +199,8 @@ class Run:
 
     def load_buffers(self, buffers):
         """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
-        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
+        # the broadcast rounded them to float32, so a fork's buffers of other types come once more; without
+        # any there is no all_gather, which scripts/aot.py could not do with its one replica
         others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
         if others:
             buffers = buffers | self.device.all_gather(others)[0]
@@ -299,10 +300,7 @@ def train_step(run, state, inputs, cycles):
         batch["puzzle_rows"] = state["puzzle_emb"][identifiers]
 
     # forward and backward, one micro-batch after the other; gradients and statistics add up
-    zeros = dict(
-        grads=tree_map(torch.zeros_like, state["weights"]),
-        stats=tree_map(torch.zeros_like, state["log_sums"]),
-    )
+    zeros = tree_map(torch.zeros_like, dict(grads=state["weights"], stats=state["log_sums"]))
     body = functools.partial(forward_backward, run, cycles)
     sums, each_sequence = run.device.for_each_micro_batch(body, zeros, weights, batch, run.micro_batch_size)
     tree_map(torch.Tensor.copy_, state["sequences"], each_sequence["sequences"])
@@ -613,10 +611,9 @@ def spawned_replica(settings, device_type):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
         replica(settings, device_type)
-    except BaseException as e:
-        # every rank of the host raises these
-        if isinstance(e, (UserError, TransientError, SystemExit)):
-            raise
+    except (UserError, TransientError, SystemExit):  # every rank of the host raises these
+        raise
+    except BaseException:
         traceback.print_exc()
         os._exit(1)
 
