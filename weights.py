@@ -25,9 +25,8 @@ def own_forks(path):
 
     It knows them by their text: whoever runs them runs nothing of the file, and nothing that lies elsewhere.
     """
-    paths = {}
-    for example in EXAMPLES.glob("*.py"):
-        paths[file_hash(example)[:8]] = str(example)  # as configurator.add_fork has it
+    # a fork's digest is what configurator.add_fork makes of its text
+    paths = {file_hash(example)[:8]: str(example) for example in EXAMPLES.glob("*.py")}
     forks = read_file(path).get("forks", {})
     return [paths[digest] for digest in forks.values() if digest in paths]
 

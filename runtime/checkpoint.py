@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -169,13 +168,12 @@ def check_hosts(start, settings, device):
     if settings.eval_only:
         return
     # the newest checkpoint of all hosts, if it is newer than the one that is resumed
-    resumed = Path(start.path).stem if start.is_resume else ""
-    newer = Path(newest_whole(settings.out_dir, newer_than=resumed)).stem
-    _, newer, host = max(device.all_gather((step_of(newer), newer, device.host)))
-    if not newer:
+    own_step = step_of(newest_whole(settings.out_dir, newer_than=start.step))
+    newest_step, host = max(device.all_gather((own_step, device.host)))
+    if newest_step < 0:
         return
-    line = (f"--out_dir={settings.out_dir} has {newer} on host {host}, and {resumed or 'no checkpoint'} on "
-            "rank 0's")
+    resumed = stem(start.step) if start.is_resume else "no checkpoint"
+    line = f"--out_dir={settings.out_dir} has {stem(newest_step)} on host {host}, and {resumed} on rank 0's"
     if not settings.gcs_dir:
         raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
     if device.rank == 0:

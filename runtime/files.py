@@ -207,13 +207,13 @@ def checkpoint_paths(out_dir):
     return [f"{out_dir}/{stem}.pt" for stem in numbered(files_of(out_dir))]
 
 
-def newest_whole(out_dir, say=lambda line: None, newer_than=""):
+def newest_whole(out_dir, say=lambda line: None, newer_than=-1):
     """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
 
-    newer_than: the name of a checkpoint. It and older ones are passed over.
+    newer_than: a step. Its checkpoint and older ones are passed over.
     """
     for path in checkpoint_paths(out_dir):
-        if step_of(path) <= step_of(newer_than):
+        if step_of(path) <= newer_than:
             break
         cause = "it does not match the hash in its .json"
         try:
