@@ -204,10 +204,12 @@ class Queue:
 
     def fill(self):
         """Gives the free slots the next attempts, which are inputs of the next step."""
+        # as many free slots as there are attempts that wait
         free = [i for i, attempt in enumerate(self.slots) if attempt is None and self.halted[i]]
         free = free[:len(self.waiting)]
         if not free:
             return
+        # their questions take the slots' places in the batch; all else in it stays
         attempts = [self.waiting.popleft() for _ in free]
         batch = self.test_set.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
         for slot, attempt, question in zip(free, attempts, batch["inputs"]):
@@ -221,6 +223,7 @@ class Queue:
 
     def collect(self, results):
         """Takes the attempts that halted out of their slots."""
+        # this waits for the device
         arrays = {name: t.cpu().numpy() for name, t in results.items()}
         self.halted = arrays["halted"]
         for i, attempt in enumerate(self.slots):
