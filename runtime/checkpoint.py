@@ -115,7 +115,8 @@ def find_newest(settings):
     # a new run must not write among the files of another one
     if settings.init_from == "scratch":
         refuse_run("--out_dir", out_dir, files_of(out_dir))
-        refuse_run("--gcs_dir", settings.gcs_dir, bucket.list() if bucket else [])
+        if bucket:
+            refuse_run("--gcs_dir", settings.gcs_dir, bucket.list())
         return ""
 
     # bring the bucket's newest to out_dir, if it is newer; then that has the newest of both

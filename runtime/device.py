@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.errors import TransientError, UserError, one_line
 from runtime.files import to_stderr
-from runtime.process import STOP, StepDropped, end_with_parent
+from runtime.process import STOP, StepDropped, end_with_parent, start_thread
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
@@ -134,7 +134,7 @@ class Device:
                 if STOP.is_set():
                     os._exit(3)
 
-        threading.Thread(target=watch, daemon=True).start()
+        start_thread(watch)
         try:
             wait_for_address(os.environ["MASTER_ADDR"])
             check_agent()
