@@ -344,9 +344,9 @@ def eval_sums(settings, test_set, arrays):
     for prefix in "", "surest_":
         for name, counts in kind.metrics(arrays["inputs"], arrays[prefix + "preds"]).items():
             values[prefix + name] = counts
-    is_labeled = arrays["labels"] != IGNORE_LABEL
-    is_right = (arrays["surest_preds"] == arrays["labels"]) | ~is_labeled
-    values["surest_accuracy"] = is_right.all(1) & is_labeled.any(1)
+    labels = arrays["labels"]
+    is_right = (arrays["surest_preds"] == labels) | (labels == IGNORE_LABEL)
+    values["surest_accuracy"] = is_right.all(1)
     if settings.eval_attempts > 1:
         values["attempts"] = arrays["attempts"]
     # "count" is 0 for puzzles without a label, which take no part in the means

@@ -92,9 +92,11 @@ def find_start(settings):
         saved.pop("kept", None)
         return start, saved
 
-    # with a FILE, only the run that began with it is resumed
-    if file and not has_begun_with(start, file):
-        refuse_run("--out_dir", settings.out_dir, files_of(settings.out_dir))
+    # with a FILE, only the run that began with it is resumed; it may have moved since
+    if file:
+        is_same_path = os.path.realpath(file) == os.path.realpath(start.saved_settings["init_from"])
+        if not (is_same_path or os.path.isfile(file) and file_hash(file) == start.init_sha256):
+            refuse_run("--out_dir", settings.out_dir, files_of(settings.out_dir))
     # an evaluation that the log has is not repeated
     for line in read_metrics(f"{settings.out_dir}/metrics.jsonl"):
         if line["step"] == start.step and "eval/loss" in line:
@@ -137,12 +139,6 @@ def refuse_run(flag, folder, names):
     if any(name.startswith(("ckpt_", "best.", "metrics.")) for name in names):
         raise UserError(f"{flag}={folder} holds a run: --init_from=auto continues it, another {flag} starts "
                         "another")
-
-
-def has_begun_with(start, file):
-    """Returns True if the run that is resumed began with a file, which may have moved since."""
-    return (os.path.realpath(file) == os.path.realpath(start.saved_settings["init_from"])
-            or os.path.isfile(file) and file_hash(file) == start.init_sha256)
 
 
 def settings_of(start, settings, not_resumed):
