@@ -399,7 +399,7 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
 # Datasets that are made on the fly, for forks
 
 class Generated:
-    """A dataset whose puzzles are made when they are needed, for forks: `data.Dataset = Mine` uses it.
+    """A Dataset whose puzzles are made when they are needed, for forks: `data.Dataset = Mine` uses it.
 
     A subclass has a task, sizes where they differ from these, and a method
 
@@ -433,13 +433,11 @@ class Generated:
         return self.total_groups if self.split == "train" else self.test_size
 
     def train_batch(self, seed, step, batch_size, rank=0, world=1):
-        """See Dataset.train_batch."""
         batch = self._batch(generator(seed, EXAMPLE, step), batch_size, "train")
         own_slice = rank_slice(batch_size, rank, world)
         return {name: array[own_slice] for name, array in batch.items()}
 
     def test_batch(self, indices):
-        """See Dataset.test_batch."""
         return {name: array[indices] for name, array in self.puzzles.items()}
 
     def subset(self, n, num_versions=0):
