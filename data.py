@@ -44,9 +44,9 @@ ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one see
 # Where a dataset comes from
 
 def get_dataset(settings, should_stop):
-    """Returns the folder of data_path, where it brings the dataset: from a bucket, or by data_prepare.
+    """Returns the folder of the dataset: data_path, or a download of it; if missing, data_prepare makes it.
 
-    One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
+    One process of a host does both, while the others wait. Raises SystemExit once should_stop() returns true.
     """
     path = settings.data_path
     if path.startswith("gs://"):
@@ -305,8 +305,7 @@ def read_manifest(path, split):
 
 
 def json_hash(value):
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def batch_of(inputs, labels, identifiers, ignored_label):
@@ -348,7 +347,7 @@ def draw_examples(dataset, seed, epoch):
     version_draws, fixed_draws = rng.random((2, len(groups)))
     versions = random_members(dataset.group_indices, owners, version_draws[owners])
 
-    # all of a group's examples but one move
+    # one example of each group, drawn at random, stays in place; translation_draws move the others
     fixed_members = (fixed_draws * dataset.group_sizes).astype(int)
     translation_draws = rng.random((len(owners), 2))
     translation_draws[members == fixed_members[owners]] = 0
@@ -356,7 +355,7 @@ def draw_examples(dataset, seed, epoch):
 
 
 def random_members(indices, owners, draws):
-    """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
+    """Draws a member of each owner [b]: owner i has indices[i]:indices[i + 1]; draws [b]: from 0 to 1."""
     start = indices[owners]
     count = indices[owners + 1] - start
     return start + (draws * count).astype(int)

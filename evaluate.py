@@ -324,7 +324,7 @@ def solve_all(queue, title, should_stop):
     """Returns True once the queues of all ranks are empty, False if a stop is requested. All ranks."""
     device = queue.evaluator.device
     progress = Progress(f"{title}, puzzles", len(queue.indices))
-    # ranks need different numbers of steps: they meet now and then, and leave or stop together
+    # ranks need different numbers of steps: after each round they compare, and leave or stop together
     while True:
         num_finished = queue.run_steps(should_stop)
         if device.rank == 0:

@@ -222,7 +222,7 @@ class Run:
         self.state |= self.device.put({name: tree for name, tree in kept.items() if name in self.state})
 
     def evaluate(self, test_set, indices, title, save_to=""):
-        """See evaluate.evaluate()."""
+        """Returns the values of evaluate.evaluate(), with this run's weights; {} once a stop is requested."""
         def should_stop():
             restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
             return STOP.is_set()
@@ -403,7 +403,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    # a checkpoint's weights may be due, unless the log has their evaluation
+    # a run that begins with a checkpoint may have its weights to evaluate first, unless the log has that
     eval_due = False
     if start.path and not start.evaluation:
         eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
@@ -476,7 +476,7 @@ def log_steps(run, log, step, total_steps, cycles):
 
 
 def check_finite(settings, what, *values):
-    """Raises UserError, which begins with `what`, unless all values are finite: a resume is exact."""
+    """Raises UserError unless all values are finite: a restart would repeat them. what: begins its text."""
     if not all(map(math.isfinite, values)):
         last_good = newest_whole(settings.out_dir) or "none"
         raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good "
@@ -639,8 +639,8 @@ def main(settings):
             raise TransientError(f"a replica died, see above if it said why; {TO_CONTINUE}") from None
 
 
-# This file is the module "train", whatever its name: forks import it, and a copy trains as it is edited. In a
-# new process of spawner() multiprocessing runs it once more, as "__mp_main__".
+# Forks import "train", which must be the file that runs: a copy too, such as mine.py. In the processes of
+# spawner(), multiprocessing runs it once more, under the name "__mp_main__".
 if __name__ in ("__main__", "__mp_main__"):
     sys.modules["train"] = sys.modules[__name__]
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def refuse_run(flag, folder, names):
 
 
 def settings_of(start, settings, not_resumed):
-    """Returns the command's settings; what it has not assigned is the checkpoint's, but for not_resumed."""
+    """Returns the command's settings, with the checkpoint's where it assigns none; not_resumed stay as is."""
     saved = {name: value for name, value in start.saved_settings.items() if name not in not_resumed}
     # --epochs sets the length of the run, and not the checkpoint's max_steps
     if any(flag.startswith("--epochs=") for flag in settings.argv):
@@ -218,8 +218,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, *error):
-        """Lets another run have out_dir: a notebook keeps this object with an error."""
-        # after wrong input or a loss that is not finite a restart would end here again: upload what there is
+        """Unlocks out_dir: a notebook keeps an error and its objects, and with them the lock."""
+        # after a UserError no restart will upload the rest, since it would end here again
         if kind and issubclass(kind, UserError):
             self.close(60)
         if self.lock:
@@ -241,7 +241,7 @@ class Checkpoints:
             with replacing(path) as f:
                 f.write(json.dumps({"id": self.run_id}).encode())
         # the score of best.pt, unless it is of steps that this run did not take
-        with suppress(Exception):  # there is none yet, or it is damaged, however
+        with suppress(Exception):  # best.json is missing, or damaged in whatever way
             best = read_json(f"{self.out_dir}/best.json")
             if self.start.is_resume and best["step"] <= self.start.step:
                 self.best_score = float(self.score(best["metrics"]))
@@ -270,7 +270,7 @@ class Checkpoints:
             os.makedirs(self.out_dir, exist_ok=True)
             # if keep_last_n is lower than before, this may free the space that the checkpoint needs
             self.prune()
-            # a name is there only once its content is on the disk
+            # replacing() gives a file its name once its content is on the disk
             path = f"{self.out_dir}/{name}"
             with replacing(path + ".pt") as f:
                 torch.save(state, f)

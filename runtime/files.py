@@ -173,15 +173,15 @@ def stem(step):
 
 
 def step_of(name):
-    """Returns the step of a checkpoint's name or path, -1 for another; as text, 9 digits sort before 8."""
+    """Returns the step in a checkpoint's name or path, a number to sort by; -1 for another name."""
     match = re.fullmatch(r"ckpt_(\d+)", Path(name).stem)
     return int(match[1]) if match else -1
 
 
 def numbered(names):
     """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
-    stems = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
-    return sorted((stem for stem in stems if stem + ".pt" in names), key=step_of, reverse=True)
+    proven = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
+    return sorted((name for name in proven if name + ".pt" in names), key=step_of, reverse=True)
 
 
 def outdated(names, newest, keep_last_n):
@@ -204,7 +204,7 @@ def files_of(folder):
 
 def checkpoint_paths(out_dir):
     """Returns the paths of the numbered checkpoints that have a .json, newest first."""
-    return [f"{out_dir}/{stem}.pt" for stem in numbered(files_of(out_dir))]
+    return [f"{out_dir}/{name}.pt" for name in numbered(files_of(out_dir))]
 
 
 def newest_whole(out_dir, say=lambda line: None, newer_than=-1):
