@@ -44,9 +44,9 @@ ORDER, EXAMPLE, HALT, SUBSET = range(4)  # independent random streams of one see
 # Where a dataset comes from
 
 def get_dataset(settings, should_stop):
-    """Returns the folder of data_path, where it brings the dataset: from a bucket, or by data_prepare.
+    """Returns the folder of the dataset: data_path, or a download of it; if missing, data_prepare makes it.
 
-    One process of a host does it, while the others wait. Raises SystemExit once should_stop() returns true.
+    One process of a host does both, while the others wait. Raises SystemExit once should_stop() returns true.
     """
     path = settings.data_path
     if path.startswith("gs://"):
@@ -96,17 +96,8 @@ class Dataset:
     """One split of a dataset, checked when it is loaded.
 
     len() is the number of examples: N, or more where batches make versions. Datasets of the official code,
-    without a manifest, load too. The attributes:
-        inputs, labels: memory-mapped, [N, seq_len].
-        puzzle_identifiers, group_indices, versions: as the files have them; row_indices: puzzle_indices, or
-            task_indices.
-        seq_len, vocab_size (tokens, padding included), num_puzzle_identifiers, ignore_label_id (the label of
-            cells that do not count): as in dataset.json, whose other keys are ignored.
-        manifest, task: see manifest.json, and puzzles/__init__.py for what a task is.
-        first_rows, num_examples: of each version; example_indices: version i has the examples
-            example_indices[i]:example_indices[i + 1].
-        total_groups, group_sizes, epoch_examples: of the stream of examples, see draw_examples.
-        mean_puzzle_examples: examples of a version, on average.
+    without a manifest, load too. read_files() sets the attributes that the files give, and number_examples()
+    those that are counted.
 
     Args:
         path: the folder of the dataset.
@@ -125,28 +116,29 @@ class Dataset:
 
     def read_files(self):
         """Reads the split's files."""
-        self.inputs = self.read("inputs")
+        self.inputs = self.read("inputs")  # [N, seq_len], stays on the disk, as labels do
         self.labels = self.read("labels")
-        self.puzzle_identifiers = self.read("puzzle_identifiers")
-        self.group_indices = self.read("group_indices")
+        self.puzzle_identifiers = self.read("puzzle_identifiers")  # of each version
+        self.group_indices = self.read("group_indices")  # the versions of group g begin at group_indices[g]
         self.total_groups = len(self.group_indices) - 1
 
         # row_indices[i]:row_indices[i + 1] are the rows of version i, in ARC of group i for all its versions
         self.makes_versions = os.path.exists(f"{self.folder}/all__versions.npy")
         if self.makes_versions:
-            self.versions = self.read("versions")
+            self.versions = self.read("versions")  # how each one turns and recolors
         self.row_indices = self.read("task_indices" if self.makes_versions else "puzzle_indices")
 
-        # what dataset.json says, and the kind of puzzle
+        # what dataset.json says, of whose keys no others are read; and the task, see puzzles/__init__.py
         file = f"{self.folder}/dataset.json"
         facts = read_json(file)
         if not {"seq_len", "vocab_size"} <= facts.keys():
             raise UserError(f"{file} must have seq_len and vocab_size: build it again")
         self.seq_len = facts["seq_len"]
-        self.vocab_size = facts["vocab_size"]
+        self.vocab_size = facts["vocab_size"]  # tokens, padding included
         self.num_puzzle_identifiers = facts.get(
             "num_puzzle_identifiers", int(self.puzzle_identifiers.max(initial=0)) + 1)
-        self.ignore_label_id = facts.get("ignore_label_id", 0)  # None: all labels count or are IGNORE_LABEL
+        # the label of cells that no loss counts; None: these have IGNORE_LABEL already
+        self.ignore_label_id = facts.get("ignore_label_id", 0)
         self.task = task_of(self.manifest, self.seq_len, self.vocab_size)
 
     def read(self, field):
@@ -179,13 +171,15 @@ class Dataset:
 
     def number_examples(self):
         """Numbers the examples of all versions; those of one version follow each other."""
+        # the owner of each version's rows: itself, or its group
         owners = np.arange(len(self.puzzle_identifiers))
         if self.makes_versions:
             owners = self.groups_of(owners)
+        # version i has the examples example_indices[i]:example_indices[i + 1]
         self.first_rows = self.row_indices[owners]
         self.num_examples = np.diff(self.row_indices)[owners]
         self.example_indices = np.append(0, self.num_examples.cumsum())
-        self.mean_puzzle_examples = len(self) / len(owners)
+        self.mean_puzzle_examples = len(self) / len(owners)  # of a version; the files call it a puzzle
         # in an epoch, a group contributes as many examples as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
@@ -311,8 +305,7 @@ def read_manifest(path, split):
 
 
 def json_hash(value):
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def batch_of(inputs, labels, identifiers, ignored_label):
@@ -354,7 +347,7 @@ def draw_examples(dataset, seed, epoch):
     version_draws, fixed_draws = rng.random((2, len(groups)))
     versions = random_members(dataset.group_indices, owners, version_draws[owners])
 
-    # all of a group's examples but one move
+    # one example of each group, drawn at random, stays in place; translation_draws move the others
     fixed_members = (fixed_draws * dataset.group_sizes).astype(int)
     translation_draws = rng.random((len(owners), 2))
     translation_draws[members == fixed_members[owners]] = 0
@@ -362,7 +355,7 @@ def draw_examples(dataset, seed, epoch):
 
 
 def random_members(indices, owners, draws):
-    """Returns a member, in indices[i]:indices[i + 1], of each owner i [b]; draws [b]: uniform in [0, 1)."""
+    """Draws a member of each owner [b]: owner i has indices[i]:indices[i + 1]; draws [b]: from 0 to 1."""
     start = indices[owners]
     count = indices[owners + 1] - start
     return start + (draws * count).astype(int)
@@ -405,7 +398,7 @@ def halting_draws(seed, step, batch_size, halt_max_steps, halt_exploration_prob,
 # Datasets that are made on the fly, for forks
 
 class Generated:
-    """A dataset whose puzzles are made when they are needed, for forks: `data.Dataset = Mine` uses it.
+    """A Dataset whose puzzles are made when they are needed, for forks: `data.Dataset = Mine` uses it.
 
     A subclass has a task, sizes where they differ from these, and a method
 
@@ -439,13 +432,11 @@ class Generated:
         return self.total_groups if self.split == "train" else self.test_size
 
     def train_batch(self, seed, step, batch_size, rank=0, world=1):
-        """See Dataset.train_batch."""
         batch = self._batch(generator(seed, EXAMPLE, step), batch_size, "train")
         own_slice = rank_slice(batch_size, rank, world)
         return {name: array[own_slice] for name, array in batch.items()}
 
     def test_batch(self, indices):
-        """See Dataset.test_batch."""
         return {name: array[indices] for name, array in self.puzzles.items()}
 
     def subset(self, n, num_versions=0):

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_map
 
 import model
 from puzzles import IGNORE_LABEL, kind_of, sigmoid
-from runtime.checkpoint import open_bucket
 from runtime.device import cast_weights
 from runtime.errors import TransientError, UserError, check_values
 from runtime.files import Progress, replacing, to_stderr
 
 SUREST = ("surest_preds", "surest_q_halt_logits", "surest_steps")  # answers of all attempts
 ANSWERS = ("preds", "q_halt_logits", *SUREST)
+# An answer with so much confidence is sure: the puzzle gets no further attempt. records/results.md says why.
+SURE = 0.95
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -203,10 +204,12 @@ class Queue:
 
     def fill(self):
         """Gives the free slots the next attempts, which are inputs of the next step."""
+        # as many free slots as there are attempts that wait
         free = [i for i, attempt in enumerate(self.slots) if attempt is None and self.halted[i]]
         free = free[:len(self.waiting)]
         if not free:
             return
+        # their questions take the slots' places in the batch; all else in it stays
         attempts = [self.waiting.popleft() for _ in free]
         batch = self.test_set.test_batch(self.indices[[attempt.puzzle for attempt in attempts]])
         for slot, attempt, question in zip(free, attempts, batch["inputs"]):
@@ -220,6 +223,7 @@ class Queue:
 
     def collect(self, results):
         """Takes the attempts that halted out of their slots."""
+        # this waits for the device
         arrays = {name: t.cpu().numpy() for name, t in results.items()}
         self.halted = arrays["halted"]
         for i, attempt in enumerate(self.slots):
@@ -246,7 +250,7 @@ class Queue:
         results["attempts"][puzzle] += 1
 
         # an unsure puzzle waits for an attempt at another copy, if there is one
-        is_sure = sigmoid(surest[puzzle]) >= model.SURE
+        is_sure = sigmoid(surest[puzzle]) >= SURE
         if not is_sure and results["attempts"][puzzle] < self.evaluator.settings.eval_attempts:
             copies = attempt.copies or self.copies_of(self.indices[puzzle])
             symmetry = next(copies, None)
@@ -292,26 +296,27 @@ def evaluate(evaluator, weights, puzzle_emb, test_set, indices, title, should_st
     arrays = test_set.test_batch(own_indices) | queue.results
     values = means(device.all_gather(eval_sums(settings, test_set, arrays)))
 
-    # the versions of ARC's tasks vote
-    elected = {}
+    # ARC: the versions of a task vote. puzzles/arc.py counts the votes, which all ranks gather here.
+    # Rank 0 saves the answers that have won, if all examples took part.
+    save = functools.partial(save_file, settings, device, should_stop)
     if kind_of(test_set.task).versions_vote:
         from puzzles import arc  # other puzzles do without
         votes = arc.count_votes(test_set, own_indices, arrays["preds"], arrays["q_halt_logits"])
         elected = arc.merge_votes(device.all_gather(votes))
         values |= arc.vote_values(test_set, elected)
+        if save_to and device.rank == 0:
+            if len(indices) == len(test_set):
+                answers = json.dumps(arc.submission(test_set, elected))
+                save("submission.json", lambda f: f.write(answers.encode()))
+            else:
+                to_stderr(f"submission.json is not written: these are {len(indices)} of {len(test_set)} "
+                          "examples")
 
-    # each rank saves its arrays, and rank 0 what the votes have elected, unless it is a part
-    save = functools.partial(save_file, settings, device, should_stop)
+    # each rank saves its arrays
     if save_to and settings.eval_save_outputs:
         wanted = {name: arrays[name] for name in settings.eval_save_outputs.split(",") if name}
         part = f".{device.rank}" if device.world > 1 else ""
         save(f"{save_to}{part}.npz", lambda f: np.savez_compressed(f, indices=own_indices, **wanted))
-    if save_to and elected and device.rank == 0:
-        if len(indices) == len(test_set):
-            answers = json.dumps(arc.submission(test_set, elected))
-            save("submission.json", lambda f: f.write(answers.encode()))
-        else:
-            to_stderr(f"submission.json is not written: these are {len(indices)} of {len(test_set)} examples")
     return values
 
 
@@ -319,7 +324,7 @@ def solve_all(queue, title, should_stop):
     """Returns True once the queues of all ranks are empty, False if a stop is requested. All ranks."""
     device = queue.evaluator.device
     progress = Progress(f"{title}, puzzles", len(queue.indices))
-    # ranks need different numbers of steps: they meet now and then, and leave or stop together
+    # ranks need different numbers of steps: after each round they compare, and leave or stop together
     while True:
         num_finished = queue.run_steps(should_stop)
         if device.rank == 0:
@@ -339,9 +344,9 @@ def eval_sums(settings, test_set, arrays):
     for prefix in "", "surest_":
         for name, counts in kind.metrics(arrays["inputs"], arrays[prefix + "preds"]).items():
             values[prefix + name] = counts
-    is_labeled = arrays["labels"] != IGNORE_LABEL
-    is_right = (arrays["surest_preds"] == arrays["labels"]) | ~is_labeled
-    values["surest_accuracy"] = is_right.all(1) & is_labeled.any(1)
+    labels = arrays["labels"]
+    is_right = (arrays["surest_preds"] == labels) | (labels == IGNORE_LABEL)
+    values["surest_accuracy"] = is_right.all(1)
     if settings.eval_attempts > 1:
         values["attempts"] = arrays["attempts"]
     # "count" is 0 for puzzles without a label, which take no part in the means
@@ -370,6 +375,7 @@ def save_file(settings, device, should_stop, name, write):
         with replacing(path) as f:
             write(f)
         if settings.gcs_dir and (device.rank or settings.eval_only):
-            open_bucket(settings, should_stop).write(name, Path(path))
+            from runtime.bucket import Bucket
+            Bucket(settings.gcs_dir, should_stop).write(name, Path(path))
     except (OSError, UserError, TransientError, SystemExit) as e:  # SystemExit: a stop was requested
         to_stderr(f"{path}: not saved: {e}")

@@ -21,9 +21,6 @@ IGNORE_LABEL = -100  # the label of cells that no loss and no metric counts
 METRICS = ("count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps")
 LOSS_TERMS = ("loss", "lm_loss", "q_halt_loss")
 
-# Attempts at a puzzle end with an answer that the halting head finds so sure: records/results.md says why.
-SURE = 0.95
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The supervision step (paper, sections 2 and 4.6)
@@ -276,12 +273,13 @@ class TRM(nn.Module):
 
 
 def take_new_puzzles(sequences, puzzles):
-    """Returns the sequences; those that have halted begin at step 0 with new puzzles.
+    """Returns the sequences, where those that have halted begin again: at step 0, with new puzzles.
 
     Args:
         sequences: see TRM.new_sequences.
         puzzles: inputs [B, S], labels [B, S] (IGNORE_LABEL is not scored) and puzzle_identifiers [B].
     """
+    # TRM.forward gives a sequence its first latents at step 0
     fresh = puzzles | dict(steps=torch.zeros_like(sequences["steps"]))
     halted = sequences["halted"]
     return sequences | {name: where(halted, value, sequences[name]) for name, value in fresh.items()}

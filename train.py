@@ -31,10 +31,10 @@ import puzzles
 from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
 from runtime.checkpoint import check_settings
-from runtime.device import cast_weights, check_batch_size
+from runtime.device import cast_weights, check_batch_size, check_ranks
 from runtime.engines import choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
-from runtime.files import duration
+from runtime.files import duration, newest_whole
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
 from runtime.process import STOP, StepDropped, restart_watchdog
@@ -57,7 +57,7 @@ class Settings:
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
-    # sequences that have not halted skip their new puzzle
+    # a step draws a puzzle for each sequence; epochs count them all, but only halted sequences take theirs
     epochs: From0 = 50000  # length of the run: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
@@ -138,7 +138,7 @@ def recipe(settings):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The step
+# The state of training
 
 # A step changes run.state: trees of tensors, float32 but for the sequences. A copy or a fork may add others.
 STATE = (
@@ -151,6 +151,125 @@ STATE = (
     "grad_norms",  # [1], sum of the gradient norms since then
 )
 
+
+class Run:
+    """What trains on one device: the model, the state of training, and the compiled train and eval steps.
+
+    Functions call it `run`. state: see STATE. saved: a checkpoint, whose EMA and optimizer state it takes.
+    """
+
+    def __init__(self, settings, trm, device, saved=None):
+        self.settings = settings
+        self.model = trm
+        self.device = device
+        self.batch_size = settings.global_batch_size // device.world  # of this replica
+        self.dtype = getattr(torch, settings.forward_dtype)
+        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
+        self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
+        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
+        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
+        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
+        self.state = device.put(shared["state"])
+        self.load_buffers(shared["buffers"])
+        device.prepare(trm)  # moves it there
+        if trm.has_puzzle_emb:
+            trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
+        self.restart_sequences()
+        # the programs
+        self.supervision_step = device.compile(trm.call_with)
+        self.train_step = device.compile_step(functools.partial(train_step, self))
+        self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
+
+    def first_state(self, saved):
+        """Returns the state before the first step, on the host."""
+        weights, puzzle_emb = evaluate.weights_of(self.model)
+        average = saved.get("ema") or weights
+        optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
+        return dict(
+            weights=weights,
+            ema={name: average[name] for name in weights} if self.settings.ema else {},
+            optimizer=optimizer | saved.get("optimizer", {}),
+            puzzle_emb=puzzle_emb,
+        )
+
+    def buffers(self):
+        """Returns the tensors that are saved but not trained, {name: tensor}."""
+        trained = {*self.model.weights(), "puzzle_emb.weights"}
+        return {name: t for name, t in self.model.state_dict().items() if name not in trained}
+
+    def load_buffers(self, buffers):
+        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
+        # the broadcast rounded them to float32, so a fork's buffers of other types come once more; without
+        # any there is no all_gather, which scripts/aot.py could not do with its one replica
+        others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
+        if others:
+            buffers = buffers | self.device.all_gather(others)[0]
+        self.model.load_state_dict(buffers, strict=False)
+
+    def restart_sequences(self):
+        """Lets all sequences count as halted, so that the next step gives them new puzzles."""
+        self.state |= self.device.put(dict(sequences=self.model.new_sequences(self.batch_size, self.dtype)))
+        self.restart_sums()
+
+    def restart_sums(self):
+        # torch_xla would take tensors without dimensions for constants
+        log_sums = {name: torch.zeros(1) for name in (*model.METRICS, *model.LOSS_TERMS)}
+        self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
+
+    def restore_kept(self, saved):
+        """Gives all ranks what a copy or a fork has added to the state of rank 0's checkpoint. All ranks."""
+        kept = self.device.all_gather(saved.get("kept", {}))[0]
+        self.state |= self.device.put({name: tree for name, tree in kept.items() if name in self.state})
+
+    def evaluate(self, test_set, indices, title, save_to=""):
+        """Returns the values of evaluate.evaluate(), with this run's weights; {} once a stop is requested."""
+        def should_stop():
+            restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
+            return STOP.is_set()
+
+        try:
+            return evaluate.evaluate(
+                self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
+        except StepDropped:
+            return {}
+
+    def eval_weights(self):
+        """Returns the weights that evaluations use, and the puzzle embedding."""
+        return self.state["ema"] or self.state["weights"], self.state["puzzle_emb"]
+
+    def take_means(self, num_steps):
+        """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
+        sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
+        means = {}
+        # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
+        for name in model.LOSS_TERMS:
+            means[f"train/{name}"] = sums[name] / (num_steps * self.settings.global_batch_size)
+        for name in model.METRICS:
+            if name != "count" and sums["count"]:
+                means[f"train/{name}"] = sums[name] / sums["count"]
+        means["train/grad_norm"] = float(self.state["grad_norms"].cpu()) / num_steps
+        self.restart_sums()
+        return means
+
+    def state_dict(self):
+        """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
+        # both state dicts have the buffers and the puzzle embedding
+        others = self.buffers()
+        if self.model.has_puzzle_emb:
+            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
+        saved = dict(
+            weights=self.state["weights"] | others,
+            ema=self.state["ema"] and self.state["ema"] | others,
+            optimizer=self.state["optimizer"],
+            kept={name: tree for name, tree in self.state.items() if name not in STATE},  # what was added
+        )
+        # a file holds a tensor of both once
+        copied = functools.cache(lambda t: t.to("cpu", copy=True))
+        return tree_map(copied, saved)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The step
 
 @torch.no_grad()
 def train_step(run, state, inputs, cycles):
@@ -181,10 +300,7 @@ def train_step(run, state, inputs, cycles):
         batch["puzzle_rows"] = state["puzzle_emb"][identifiers]
 
     # forward and backward, one micro-batch after the other; gradients and statistics add up
-    zeros = dict(
-        grads=tree_map(torch.zeros_like, state["weights"]),
-        stats=tree_map(torch.zeros_like, state["log_sums"]),
-    )
+    zeros = tree_map(torch.zeros_like, dict(grads=state["weights"], stats=state["log_sums"]))
     body = functools.partial(forward_backward, run, cycles)
     sums, each_sequence = run.device.for_each_micro_batch(body, zeros, weights, batch, run.micro_batch_size)
     tree_map(torch.Tensor.copy_, state["sequences"], each_sequence["sequences"])
@@ -287,7 +403,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    # a checkpoint's weights may be due, unless the log has their evaluation
+    # a run that begins with a checkpoint may have its weights to evaluate first, unless the log has that
     eval_due = False
     if start.path and not start.evaluation:
         eval_due = optim.evaluation_due(settings, examples_per_epoch, step)
@@ -360,9 +476,9 @@ def log_steps(run, log, step, total_steps, cycles):
 
 
 def check_finite(settings, what, *values):
-    """Raises UserError, which begins with `what`, unless all values are finite: a resume is exact."""
+    """Raises UserError unless all values are finite: a restart would repeat them. what: begins its text."""
     if not all(map(math.isfinite, values)):
-        last_good = checkpoint.newest_whole(settings.out_dir) or "none"
+        last_good = newest_whole(settings.out_dir) or "none"
         raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good "
                         f"one: {last_good}")
 
@@ -415,124 +531,6 @@ def final_evaluation(run, test_set, log, checkpoints, step):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The state of training
-
-class Run:
-    """Training state on one device, and the programs of the train and eval steps.
-
-    state: see STATE. saved: the checkpoint's content; its EMA and optimizer state are taken over.
-    """
-
-    def __init__(self, settings, trm, device, saved=None):
-        self.settings = settings
-        self.model = trm
-        self.device = device
-        self.batch_size = settings.global_batch_size // device.world  # of this replica
-        self.dtype = getattr(torch, settings.forward_dtype)
-        # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
-        self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
-        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
-        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
-        shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
-        self.state = device.put(shared["state"])
-        self.load_buffers(shared["buffers"])
-        device.prepare(trm)  # moves it there
-        if trm.has_puzzle_emb:
-            trm.puzzle_emb.weights = trm.puzzle_emb.weights.to("meta")  # two tables would not fit
-        self.restart_sequences()
-        # the programs
-        self.supervision_step = device.compile(trm.call_with)
-        self.train_step = device.compile_step(functools.partial(train_step, self))
-        self.evaluator = evaluate.Evaluator(settings, trm, device, self.batch_size, self.micro_batch_size)
-
-    def first_state(self, saved):
-        """Returns the state before the first step, on the host."""
-        weights, puzzle_emb = evaluate.weights_of(self.model)
-        average = saved.get("ema") or weights
-        optimizer = {name: optim.optimizer_state(self.settings, name, w) for name, w in weights.items()}
-        return dict(
-            weights=weights,
-            ema={name: average[name] for name in weights} if self.settings.ema else {},
-            optimizer=optimizer | saved.get("optimizer", {}),
-            puzzle_emb=puzzle_emb,
-        )
-
-    def load_buffers(self, buffers):
-        """Gives the model rank 0's buffers, {name: tensor}, of a broadcast. All ranks."""
-        # a broadcast is in float32, which would round a fork's buffers of other types; aot.py cannot gather
-        others = {name: t for name, t in self.buffers().items() if t.dtype != torch.float32}
-        if others:
-            buffers = buffers | self.device.all_gather(others)[0]
-        self.model.load_state_dict(buffers, strict=False)
-
-    def state_dict(self):
-        """Returns a copy on the host of what a checkpoint needs; weights and ema are state dicts of TRM."""
-        # both state dicts have the buffers and the puzzle embedding
-        others = self.buffers()
-        if self.model.has_puzzle_emb:
-            others["puzzle_emb.weights"] = self.state["puzzle_emb"]
-        saved = dict(
-            weights=self.state["weights"] | others,
-            ema=self.state["ema"] and self.state["ema"] | others,
-            optimizer=self.state["optimizer"],
-            kept={name: tree for name, tree in self.state.items() if name not in STATE},  # what was added
-        )
-        # a file holds a tensor of both once
-        copied = functools.cache(lambda t: t.to("cpu", copy=True))
-        return tree_map(copied, saved)
-
-    def restore_kept(self, saved):
-        """Gives all ranks what a copy or a fork has added to the state of rank 0's checkpoint. All ranks."""
-        kept = self.device.all_gather(saved.get("kept", {}))[0]
-        self.state |= self.device.put({name: tree for name, tree in kept.items() if name in self.state})
-
-    def buffers(self):
-        """Returns the tensors that are saved but not trained, {name: tensor}."""
-        trained = {*self.model.weights(), "puzzle_emb.weights"}
-        return {name: t for name, t in self.model.state_dict().items() if name not in trained}
-
-    def restart_sequences(self):
-        """Lets all sequences count as halted, so that the next step gives them new puzzles."""
-        self.state |= self.device.put(dict(sequences=self.model.new_sequences(self.batch_size, self.dtype)))
-        self.restart_sums()
-
-    def restart_sums(self):
-        # torch_xla would take tensors without dimensions for constants
-        log_sums = {name: torch.zeros(1) for name in (*model.METRICS, *model.LOSS_TERMS)}
-        self.state |= self.device.put(dict(log_sums=log_sums, grad_norms=torch.zeros(1)))
-
-    def take_means(self, num_steps):
-        """Returns {"train/loss": ...}, means over the num_steps steps since the last call."""
-        sums = {name: float(total.cpu()) for name, total in self.state["log_sums"].items()}
-        means = {}
-        # LOSS_TERMS count in all sequences, METRICS in those that halted, whose number is "count"
-        for name in model.LOSS_TERMS:
-            means[f"train/{name}"] = sums[name] / (num_steps * self.settings.global_batch_size)
-        for name in model.METRICS:
-            if name != "count" and sums["count"]:
-                means[f"train/{name}"] = sums[name] / sums["count"]
-        means["train/grad_norm"] = float(self.state["grad_norms"].cpu()) / num_steps
-        self.restart_sums()
-        return means
-
-    def eval_weights(self):
-        """Returns the weights that evaluations use, and the puzzle embedding."""
-        return self.state["ema"] or self.state["weights"], self.state["puzzle_emb"]
-
-    def evaluate(self, test_set, indices, title, save_to=""):
-        """See evaluate.evaluate()."""
-        def should_stop():
-            restart_watchdog(self.settings.stall_timeout)  # to ask is a sign of progress
-            return STOP.is_set()
-
-        try:
-            return evaluate.evaluate(
-                self.evaluator, *self.eval_weights(), test_set, indices, title, should_stop, save_to)
-        except StepDropped:
-            return {}
-
-
-# ---------------------------------------------------------------------------------------------------------
 # A replica
 
 def replica(settings, device_type):
@@ -557,9 +555,9 @@ def replica(settings, device_type):
     trm = new_model(device_settings, train_set)
     if settings.freeze_weights and not trm.has_puzzle_emb:
         raise UserError("freeze_weights trains the puzzle embedding alone, and puzzle_emb_ndim is 0")
-    checkpoint.check_ranks(device_settings, train_set, device)
+    check_ranks(device_settings, train_set, device)
     checkpoint.check_hosts(start, settings, device)
-    notes = checkpoint.on_rank_0(device, lambda: load_start(start, saved, settings, trm, train_set)) or []
+    notes = device.call_on_rank_0(lambda: load_start(start, saved, settings, trm, train_set)) or []
     restart_watchdog(settings.stall_timeout)
     with errors.reporting_full_memory():
         run = Run(device_settings, trm, device, saved)
@@ -613,10 +611,9 @@ def spawned_replica(settings, device_type):
     """Runs replica(). If it breaks, its process ends: its peers would wait for it forever."""
     try:
         replica(settings, device_type)
-    except BaseException as e:
-        # every rank of the host raises these
-        if isinstance(e, (UserError, TransientError, SystemExit)):
-            raise
+    except (UserError, TransientError, SystemExit):  # every rank of the host raises these
+        raise
+    except BaseException:
         traceback.print_exc()
         os._exit(1)
 
@@ -642,8 +639,8 @@ def main(settings):
             raise TransientError(f"a replica died, see above if it said why; {TO_CONTINUE}") from None
 
 
-# This file is the module "train", whatever its name: forks import it, and a copy trains as it is edited. In a
-# new process of spawner() multiprocessing runs it once more, as "__mp_main__".
+# Forks import "train", which must be the file that runs: a copy too, such as mine.py. In the processes of
+# spawner(), multiprocessing runs it once more, under the name "__mp_main__".
 if __name__ in ("__main__", "__mp_main__"):
     sys.modules["train"] = sys.modules[__name__]
 if __name__ == "__main__":

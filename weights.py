@@ -25,9 +25,8 @@ def own_forks(path):
 
     It knows them by their text: whoever runs them runs nothing of the file, and nothing that lies elsewhere.
     """
-    paths = {}
-    for example in EXAMPLES.glob("*.py"):
-        paths[file_hash(example)[:8]] = str(example)  # as configurator.add_fork has it
+    # a fork's digest is what configurator.add_fork makes of its text
+    paths = {file_hash(example)[:8]: str(example) for example in EXAMPLES.glob("*.py")}
     forks = read_file(path).get("forks", {})
     return [paths[digest] for digest in forks.values() if digest in paths]
 
@@ -90,12 +89,14 @@ def fitting_kinds(trm):
 
 def queue_of(settings, trm, questions, batch_size, identifiers=0):
     """Returns an evaluate.Queue of questions, tokens [n, S], on the CPU; identifiers: [n], or 0 for all."""
+    # what a Queue needs of a data.Dataset
     batch = evaluate.unlabeled_batch(questions)
     batch["puzzle_identifiers"][:] = identifiers
 
     def test_batch(indices):
         return {name: array[indices] for name, array in batch.items()}
 
+    # one replica on the CPU, whatever the environment says
     evaluator = evaluate.Evaluator(settings, trm, Device("cpu", settings, Place()), batch_size)
     test_set = SimpleNamespace(task=trm.task, test_batch=test_batch)
     return evaluate.Queue(evaluator, *evaluate.weights_of(trm), test_set, np.arange(len(questions)))
@@ -103,6 +104,7 @@ def queue_of(settings, trm, questions, batch_size, identifiers=0):
 
 def answers_to(settings, trm, questions, identifiers=0):
     """Returns the results of an evaluate.Queue, {name: [n, ...]}, for questions; see queue_of."""
+    # as many puzzles at a time as CELLS_AT_A_TIME allows, one at least
     n, S = questions.shape
     batch_size = min(n, max(1, CELLS_AT_A_TIME // S))
     queue = queue_of(settings, trm, questions, batch_size, identifiers)
@@ -130,9 +132,11 @@ def watch(settings, trm, question):
     while queue.num_unfinished():
         results = queue.eval_step()
         number += 1
+        # the slot has its attempt until collect() takes it out
         answer = queue.slots[0].turned_back(results["preds"][0].numpy())
         confidence = float(sigmoid(results["q_halt_logits"][0]))
         yield Step(attempt, number, answer, confidence, kind.judge(question[None], answer[None]))
+        # the next step begins another attempt, or the puzzle is done
         if results["halted"].all():
             attempt += 1
             number = 0
@@ -149,16 +153,18 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
             float, are read as tokens first.
         steps: the most supervision steps of an attempt, which ends once its answer repeats. Models for every
             size take them all.
-        attempts: the most attempts at a question, at copies by symmetry, until an answer is SURE.
+        attempts: the most attempts at a question, at copies by symmetry, until one is evaluate.SURE.
         identifiers: the puzzle identifiers of tokens [n], for ARC; 0 for all.
 
     Raises UserError for a string that is not one question of this model, ValueError for another number of
     cells, and for steps or attempts below 1.
     """
+    # one string is a list of one
     kind = kind_of(trm.task)
     if isinstance(questions, str):
         [answer], [confidence] = solve(trm, [questions], steps, attempts, identifiers)
         return answer, confidence
+    # strings become tokens, and their answers strings
     if isinstance(questions, list):
         if not questions:
             return [], []
@@ -169,6 +175,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
         answers, confidences = solve(trm, torch.from_numpy(tokens), steps, attempts, identifiers)
         return list(map(kind.text, answers)), confidences.tolist()
 
+    # from here on questions are tokens
     kind.check_attempts(attempts)
     if min(steps, attempts) < 1:
         raise ValueError(f"steps={steps} and attempts={attempts} must be 1 or more")

@@ -33,6 +33,7 @@ OFFICIAL = {
 
 def kind_of(task):
     """Returns the Kind of a task. Raises UserError for a task that does not fit its kind."""
+    # the file of a built-in kind is imported here, when a puzzle of the kind is met
     kind = KINDS.get(task["kind"], Kind)
     if isinstance(kind, str):
         kind = pkgutil.resolve_name(kind)
@@ -50,6 +51,7 @@ def task_of(manifest, seq_len, vocab_size):
         manifest = OFFICIAL.get((seq_len, vocab_size), manifest)
     grid = manifest.get("grid", [1, seq_len])
     symbols = list(map(str, manifest.get("symbols", range(vocab_size))))
+    # a string is easier to read in a manifest, if each symbol is one character
     text = "".join(symbols)
     if len(text) == len(symbols):
         symbols = text
@@ -96,8 +98,8 @@ class Kind:
         self.cells = self.rows * self.columns
         self.symbols = task["symbols"]
         self.symmetries = task.get("symmetries", self.symmetries)
+        # some kinds have one grid and one set of symbols; padding has no sign, prepare_csv.py gives it one
         own_task = self.new_task(self.rows)
-        # padding has no sign, and prepare_csv.py gives it one
         if own_task and (own_task["grid"], own_task["symbols"][1:]) != (self.grid, self.symbols[1:]):
             raise UserError(f"grid {self.grid} and symbols {self.symbols!r} do not fit kind {task['kind']}, "
                             f"whose are {own_task['grid']} and {own_task['symbols']!r}")
@@ -128,6 +130,7 @@ class Kind:
         """
         if not self.unit_shapes:
             raise UserError(f"puzzles of kind {self.task['kind']!r} have no units: prepare_csv.py --units")
+        # a division numbers its units from left to right, then from top to bottom
         row, column = np.divmod(np.arange(self.cells), self.columns)
         divisions = []
         for rows, columns in self.unit_shapes:
@@ -220,6 +223,7 @@ class Kind:
             seed: of the draws.
             number: the puzzle's, in its dataset or file.
         """
+        # draw symmetries; one that leads to a copy that was there before does not count
         rng = np.random.default_rng([seed, number])
         made = {question.astype(np.uint8).tobytes()}
         for _ in range(DRAWS):
@@ -246,6 +250,7 @@ class Kind:
             rng: a random generator.
             test_keys: all test questions, as bytes, for kinds whose copies might be among them.
         """
+        # a puzzle whose symbols stay has no more copies than turns
         if not self.exchanged():
             num_copies = min(num_copies, len(self.turns()) - 1)
         # the first turn is none, and the puzzle itself is no copy

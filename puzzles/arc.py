@@ -28,7 +28,6 @@ class ARC(Kind):
 
     @staticmethod
     def new_task(rows):
-        """See Kind."""
         return {
             "kind": "arc",
             "grid": [rows, rows],

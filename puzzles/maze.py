@@ -26,7 +26,6 @@ class Maze(Kind):
 
     @staticmethod
     def new_task(rows):
-        """See Kind."""
         return {
             "kind": "maze",
             "grid": [rows, rows],

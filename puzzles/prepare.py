@@ -158,7 +158,7 @@ def read_both(settings, paths, kind, rows_of):
     train, test = puzzles
     train_path, test_path = paths
 
-    # of the hub's puzzles all have one solution, as the plain kind says
+    # the hub's puzzles have one solution each, so no search is needed: the plain Kind counts 1 for any puzzle
     solver = kind if is_own else Kind(kind.task)
 
     # keep all test puzzles that are proper; draw training puzzles that are not among them

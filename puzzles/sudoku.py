@@ -70,7 +70,6 @@ class Sudoku(Kind):
         return Judgement(broken, ~broken.any(axis=1))
 
     def num_solutions(self, questions):
-        """See Kind."""
         return count_solutions(candidates_of(questions, self.rows), self.rows, 2, SEARCH)[0]
 
     def draw_symmetries(self, n, rng):

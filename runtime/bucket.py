@@ -14,7 +14,7 @@ from pathlib import Path
 import requests
 
 from runtime.errors import TransientError, UserError, writing
-from runtime.files import replacing
+from runtime.files import newest_whole, numbered, outdated, read_json, replacing, step_of
 from runtime.retry import RETRIED, try_again
 
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
@@ -200,23 +200,47 @@ def token_of_gcloud():
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The mirror of a run
+# The mirror of a run: what comes from the bucket before it begins, and what goes there while it trains
+
+# Another machine that resumes needs them.
+LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
+
+
+def pull(bucket, out_dir):
+    """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
+    # both must be of the same run
+    theirs = bucket.read("run.json", json.loads)
+    own = f"{out_dir}/run.json"
+    if theirs and os.path.exists(own) and read_json(own) != theirs:
+        raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
+                        "copy its files to an empty one")
+    for name in numbered(bucket.list()):
+        # three attempts: a byte of a download may be wrong
+        for _ in range(3):
+            if step_of(newest_whole(out_dir)) >= step_of(name):
+                return
+            print(f"fetching {name} from the bucket", flush=True)
+            # the .json comes last
+            for file in (*LOGS, name + ".pt", name + ".json"):
+                bucket.download(file, f"{out_dir}/{file}")
+        # a run that has had a checkpoint does not silently begin again, or further back
+        if not os.path.exists(f"{out_dir}/{name}.json"):
+            raise TransientError(f"{bucket.url}: {name} was deleted before it was read: does another machine "
+                                 "train there?")
+
 
 class Mirror:
-    """Copies a run's folder to a bucket: the newest checkpoint, .pt before .json, and the logs.
+    """Copies a run's folder to gcs_dir: the newest checkpoint, .pt before .json, and the logs.
 
     What fails costs a line of the log, and is tried again at the next update; training continues.
-
-    Args:
-        checkpoints: the run's checkpoint.Checkpoints.
-        bucket: a Bucket, whose attempts a stop does not end.
+    checkpoints: the run's checkpoint.Checkpoints.
     """
 
     stop_seconds = 15  # for the last upload; a preempted VM has 30
 
-    def __init__(self, checkpoints, bucket):
+    def __init__(self, checkpoints):
         self.checkpoints = checkpoints
-        self.bucket = bucket
+        self.bucket = Bucket(checkpoints.settings.gcs_dir)  # a stop does not end its attempts
         self.copied = set()  # versions of files that the bucket has had
         self.error = None  # of the last copy
         self.pool = ThreadPool(1)  # its thread, which does not keep the process alive, copies
@@ -265,7 +289,7 @@ class Mirror:
             for path in Path(self.checkpoints.out_dir).glob(pattern):
                 with suppress(FileNotFoundError):  # a newer checkpoint may delete it meanwhile, .json first
                     self.copy_file(path)
-        for name in self.checkpoints.outdated(self.bucket.list(), newest):
+        for name in outdated(self.bucket.list(), newest, self.checkpoints.settings.keep_last_n):
             self.bucket.delete(name)
 
     def copy_file(self, path):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from runtime.errors import TransientError, UserError, one_line
 from runtime.files import to_stderr
-from runtime.process import STOP, StepDropped, end_with_parent
+from runtime.process import STOP, StepDropped, end_with_parent, start_thread
 
 CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
@@ -71,6 +71,7 @@ def read_place():
     # Ray Train, accelerate and Lightning join the processes themselves
     has_joined = dist.is_initialized()
     has_all = all(given[name] for name in TORCHRUN)
+    # nobody else is there: no launcher has set the variables, or only to say that this process is alone
     if not (has_joined or has_all) and given["RANK"] in ("", "0") and given["WORLD_SIZE"] in ("", "1"):
         return Place()
     with suppress(ValueError):  # of a variable that is no number
@@ -110,8 +111,10 @@ class Device:
         self.torch_device = torch.device(device_type)
         self.name = platform.machine()
         self.report = lambda seconds, share: None  # see for_each_micro_batch
+        # whether the network goes through torch.compile
         self.must_compile = settings.compile == "on"
         self.compiles = self.must_compile or settings.compile == "auto" and device_type == "cuda"
+        # each replica of a host has a GPU of its own
         if device_type == "cuda":
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
@@ -123,6 +126,7 @@ class Device:
         """Waits for the replicas that torchrun starts beside this one. A request to stop ends the process."""
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; after another launcher the parent may leave
             end_with_parent()
+        # torch waits in C code, where no signal reaches Python: a thread ends the process
         has_joined = threading.Event()
 
         def watch():
@@ -130,7 +134,7 @@ class Device:
                 if STOP.is_set():
                     os._exit(3)
 
-        threading.Thread(target=watch, daemon=True).start()
+        start_thread(watch)
         try:
             wait_for_address(os.environ["MASTER_ADDR"])
             check_agent()
@@ -197,6 +201,7 @@ class Device:
         """Returns the sum of the ranks' trees of float32 tensors, by one collective. All ranks."""
         if self.world == 1:
             return tree
+        # joined to one vector, all tensors need one collective
         vector, restore = flatten(tree)
         return restore(self.sum_of_ranks(vector))
 
@@ -210,6 +215,20 @@ class Device:
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def call_on_rank_0(self, call):
+        """Returns what call() returns on rank 0, elsewhere None. All ranks raise its error, or would wait."""
+        result = None
+        error = None
+        if self.rank == 0:
+            try:
+                result = call()
+            except (Exception, SystemExit) as e:
+                error = e
+        error_of_rank_0 = self.all_gather(error)[0]
+        if error_of_rank_0:
+            raise error or error_of_rank_0  # rank 0's own has a traceback
+        return result
 
     def broadcast(self, tree):
         """Returns a copy of rank 0's tree of tensors in float32, on the host of every rank. All ranks."""
@@ -233,6 +252,7 @@ class Device:
         if not self.compiles:
             return fn
         torch._dynamo.config.recompile_limit = 64  # a compilation for each stage of a curriculum
+        # torch compiles, and may fail, at the first call for each depth
         compiled = torch.compile(fn, dynamic=False)
 
         def call(*args):
@@ -262,6 +282,7 @@ class Device:
         """
         share = settings.global_batch_size // self.world
         size = settings.micro_batch_size or share
+        # the largest part of the share that is fast enough, and divides it
         if self.type == "cpu" and flops * size > CPU_FLOP:
             limit = max(1, int(CPU_FLOP / flops))
             size = max(n for n in range(1, limit + 1) if share % n == 0)
@@ -283,11 +304,13 @@ class Device:
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences
+        # in a program, the loop is one of its operations
         if self.captures_steps and size < num_sequences:
             micro_batches = tree_map(lambda t: t.unflatten(0, (-1, size)), batch)
             sums, results = self.scan(body, sums, weights, micro_batches)
             return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
+        # otherwise it is a loop in Python
         results = []
         began = 0.0
         for first in range(0, num_sequences, size):
@@ -359,6 +382,18 @@ def check_batch_size(settings, device):
     size = settings.micro_batch_size
     if size and share % size:
         raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica")
+
+
+def check_ranks(settings, train_set, device):
+    """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+    # the settings and the dataset, but not where each host keeps its files
+    facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
+    ranks = device.all_gather((device.host, facts))
+    _, expected = ranks[0]
+    for rank, (host, facts) in enumerate(ranks):
+        differing = sorted(dict(facts.items() - expected.items()))
+        if differing:
+            raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")
 
 
 def peak_flops(device):

@@ -1,13 +1,16 @@
-"""Helpers for files (atomic writes, locks, hashes, JSON, metrics.jsonl), and lines that show progress."""
+"""Files: atomic writes, locks, hashes, JSON, metrics.jsonl, checkpoints' names; and lines of progress."""
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import zipfile
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 from runtime.errors import UserError, writing
 
@@ -155,4 +158,68 @@ def other_format(path):
         return ": it looks like safetensors; torch.save(safetensors.torch.load_file(OLD), NEW) converts it"
     if start.startswith(b"PK") and not zipfile.is_zipfile(path):
         return ": it is cut off, copy it again"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Checkpoints: their names, and which of them are whole
+
+UNFINISHED = r"(ckpt_\d+|best)\.(pt|json)\.tmp"  # what a process that was killed was writing
+
+
+def stem(step):
+    """Returns the name of a step's checkpoint without its ending."""
+    return f"ckpt_{step:08d}"
+
+
+def step_of(name):
+    """Returns the step in a checkpoint's name or path, a number to sort by; -1 for another name."""
+    match = re.fullmatch(r"ckpt_(\d+)", Path(name).stem)
+    return int(match[1]) if match else -1
+
+
+def numbered(names):
+    """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
+    proven = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
+    return sorted((name for name in proven if name + ".pt" in names), key=step_of, reverse=True)
+
+
+def outdated(names, newest, keep_last_n):
+    """Returns the files to delete, in order; keeps the newest keep_last_n complete checkpoints.
+
+    names: all files. newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
+    """
+    steps = [step for step in map(step_of, numbered(names)) if step <= step_of(newest)]
+    oldest = min(steps[:keep_last_n], default=0)  # of those that stay
+    older = [name for name in names if re.fullmatch(r"ckpt_\d+\.(pt|json)", name) and step_of(name) < oldest]
+    unfinished = [name for name in names if re.fullmatch(UNFINISHED, name)]
+    # a .json comes before its .pt, which is no checkpoint without it
+    return sorted(older + unfinished)
+
+
+def files_of(folder):
+    """Returns the names of the files in a folder; [] if there is no such folder."""
+    return glob.glob("*", root_dir=folder)
+
+
+def checkpoint_paths(out_dir):
+    """Returns the paths of the numbered checkpoints that have a .json, newest first."""
+    return [f"{out_dir}/{name}.pt" for name in numbered(files_of(out_dir))]
+
+
+def newest_whole(out_dir, say=lambda line: None, newer_than=-1):
+    """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
+
+    newer_than: a step. Its checkpoint and older ones are passed over.
+    """
+    for path in checkpoint_paths(out_dir):
+        if step_of(path) <= newer_than:
+            break
+        cause = "it does not match the hash in its .json"
+        try:
+            if read_json(path.removesuffix("pt") + "json")["sha256"] == file_hash(path):
+                return path
+        except Exception as e:  # whatever it is, the one before may be whole
+            cause = e
+        say(f"skipped {path}: damaged ({cause})")
     return ""

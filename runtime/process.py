@@ -95,7 +95,7 @@ def take_signals(handler, act):
             act(number[0])
         os.close(reader)
 
-    threading.Thread(target=read, daemon=True).start()
+    start_thread(read)
     earlier = {}
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # a shell's & and nohup let it be ignored
@@ -111,6 +111,11 @@ def take_signals(handler, act):
     return restore
 
 
+def start_thread(call):
+    """Calls call() in a thread, which does not keep this process from ending."""
+    threading.Thread(target=call, daemon=True).start()
+
+
 def end_with_parent(parent=0):
     """Ends this process once its parent is gone: a rank would wait for its peers forever.
 
@@ -124,7 +129,7 @@ def end_with_parent(parent=0):
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    start_thread(watch)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -237,7 +242,7 @@ def watching_replicas():
                     replica.terminate()
                 stopped.update(replicas)
 
-    threading.Thread(target=watch, daemon=True).start()
+    start_thread(watch)
     # A replica inherits this thread's blocked signals until it handles them in on_signals: before, SIGTERM
     # would kill it. Multiprocessing would start its tracker first, which unblocks them.
     multiprocessing.resource_tracker.ensure_running()

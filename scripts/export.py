@@ -26,6 +26,7 @@ from pathlib import Path
 import solve
 import torch
 
+import evaluate
 import model
 import train
 import weights
@@ -185,7 +186,7 @@ def page_content(path, train_arguments):
         "depth": settings.eval_halt_max_steps or settings.halt_max_steps,
         "attempts": settings.eval_attempts,
         "patience": patience,
-        "sure": model.SURE,
+        "sure": evaluate.SURE,
         "parameters": trm.num_parameters(),
         "training_step": trm.step,
     }

@@ -39,15 +39,14 @@ import numpy as np
 
 ROOT = str(Path(__file__).parents[1])
 sys.path.insert(0, ROOT)
-import model
+import evaluate
 import train
 import weights
 from configurator import From0, configure, split_arguments
 from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
-from runtime.checkpoint import newest_whole
 from runtime.errors import UserError, writing
-from runtime.files import read_torch_file, replacing, to_stderr
+from runtime.files import newest_whole, read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -169,7 +168,7 @@ def solve_one(settings, trm, kind, question, output_settings, path):
     show(kind, grids if output_settings.steps else [grids[0], best_grid])
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
-    sureness = "sure" if best.confidence >= model.SURE else "not sure"
+    sureness = "sure" if best.confidence >= evaluate.SURE else "not sure"
     verdict = kind.verdict(question, best.answer)
     effort = f"{len(steps)} steps, attempts: {steps[-1].attempt}"
     print(f"{verdict} ({best_grid[0]}; {sureness} after {effort}; {path})")

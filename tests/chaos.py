@@ -39,7 +39,7 @@ from helpers import (
     upload,
 )
 
-from runtime.checkpoint import numbered
+from runtime.files import numbered
 
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (

@@ -36,8 +36,7 @@ import model
 import prepare_sudoku
 import train
 from runtime.bucket import Bucket
-from runtime.checkpoint import checkpoint_paths
-from runtime.files import read_metrics
+from runtime.files import checkpoint_paths, read_metrics
 
 # A model for tests. Those that depend on the depth add DEEP.
 TINY = ["--hidden_size=32", "--num_heads=2", "--multiple_of=32", "--L_layers=1", "--H_cycles=1",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import run
 
-import model as models
+import evaluate
 from evaluate import save_file
 from puzzles import kind_of, sigmoid
 from puzzles.maze import Maze, long_mazes
@@ -44,7 +44,7 @@ def sure(data, trained, monkeypatch):
     """The q_halt from which on an answer is sure: that of a third of the first attempts, below 95% here."""
     _, saved = evaluated(data, trained)
     value = np.quantile(saved["surest_q_halt_logits"], 0.7)
-    monkeypatch.setattr(models, "SURE", sigmoid(value))
+    monkeypatch.setattr(evaluate, "SURE", sigmoid(value))
     return value
 
 

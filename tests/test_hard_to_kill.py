@@ -45,9 +45,8 @@ from helpers import (
 
 import train
 from runtime.bucket import Bucket, Mirror
-from runtime.checkpoint import checkpoint_paths, numbered, outdated
 from runtime.errors import TransientError, UserError
-from runtime.files import locked, read_lines
+from runtime.files import checkpoint_paths, locked, numbered, outdated, read_lines
 from runtime.log import Log
 from runtime.process import STOP
 

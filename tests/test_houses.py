@@ -35,7 +35,8 @@ def example(name, task, *flags):
 def supervision_step(trm, questions, step=0):
     tokens = torch.from_numpy(questions.astype(np.int32))
     steps = torch.full((len(tokens),), step)
-    sequences = trm.new_sequences(len(tokens), torch.float64) | dict(inputs=tokens, labels=tokens, steps=steps)
+    puzzles = dict(inputs=tokens, labels=tokens, steps=steps)
+    sequences = trm.new_sequences(len(tokens), torch.float64) | puzzles
     return trm(sequences, min_halt_steps=torch.zeros_like(steps))
 
 

@@ -23,10 +23,9 @@ from helpers import (
 import configurator
 import train
 from configurator import configure
-from runtime.checkpoint import checkpoint_paths
 from runtime.device import Device
 from runtime.errors import UserError
-from runtime.files import read_facts
+from runtime.files import checkpoint_paths, read_facts
 
 MINI = f"{ROOT}/config/mini.py"
 # each line reads what another file, a flag or the defaults say

@@ -18,7 +18,7 @@ import torch
 from helpers import ROOT, TrainProcess, flip_a_bit, run
 from test_forks import flags_of
 
-import model as models
+import evaluate
 import weights
 from puzzles.sudoku import Sudoku
 from puzzles.text import parse
@@ -145,7 +145,7 @@ def test_an_attempt_ends_once_its_answer_repeats(solved):
 
 def test_a_file_of_puzzles_is_solved_as_in_a_notebook(run_solve, evaluation, monkeypatch):
     """load_model and solve.py try the same copies, until the same answers are sure."""
-    monkeypatch.setattr(models, "SURE", 0.05)
+    monkeypatch.setattr(evaluate, "SURE", 0.05)
     monkeypatch.setattr(weights, "CELLS_AT_A_TIME", 16 * 7)  # batches of 7 puzzles
     questions, _, labels = [texts[:20] for texts in evaluation]
     rows = solve_rows(run_solve, "sudoku", ["question", *questions])

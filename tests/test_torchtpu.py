@@ -31,7 +31,7 @@ from helpers import (
     same,
 )
 
-from runtime.checkpoint import checkpoint_paths
+from runtime.files import checkpoint_paths
 
 # a checkpoint, an evaluation and a loop over micro-batches
 RUN = [*DEEP, "--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=4",

@@ -31,8 +31,9 @@ from helpers import (
 import evaluate
 import train
 from puzzles import score
-from runtime.checkpoint import Checkpoints, checkpoint_paths
+from runtime.checkpoint import Checkpoints
 from runtime.errors import UserError
+from runtime.files import checkpoint_paths
 from runtime.log import listed
 from runtime.process import StepDropped
 
