@@ -79,14 +79,14 @@ def run_config(name, path, *flags):
 
 # Processes: see fork_server.py for how they start.
 
-def TrainProcess(argv, cwd=".", script="train", **environment):
-    """Starts `python train.py ...`, or another script: see run_script."""
-    return fork_server.PipedProcess(fork_server.run_script, (script, argv), cwd, **environment)
+def start_script(name, argv, cwd=".", **environment):
+    """Starts a script as `python NAME.py ...` does; returns its process, see fork_server.run_script."""
+    return fork_server.PipedProcess(fork_server.run_script, (name, argv), cwd, **environment)
 
 
-def start_train(data, out, *flags, **options):
-    """Starts a TrainProcess for a tiny model."""
-    return TrainProcess(arguments(data, out, *flags), **options)
+def start_train(data, out, *flags, script="train", **options):
+    """Starts train.py, or a copy of it, for a tiny model."""
+    return start_script(script, arguments(data, out, *flags), **options)
 
 
 @contextlib.contextmanager

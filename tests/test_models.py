@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TrainProcess, code_cells, hosts, in_new_process, lines, prepare
+from helpers import ROOT, code_cells, hosts, in_new_process, lines, prepare, start_script
 
 import train
 from configurator import configure, read_settings
@@ -92,8 +92,8 @@ def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
     assert answer[0] == "2"
 
 
-def test_notebook(tmp_path, monkeypatch, pyplot):
-    """Its cells, in order, with less data, and training cut short."""
+def test_the_notebook_trains_and_solves(tmp_path, monkeypatch, pyplot):
+    """Its cells run in order, with less data and fewer epochs."""
     cells = code_cells("demo.ipynb")
     data = prepare(tmp_path / "data", source="generate", size=6, num_train=40, num_test=8, num_aug=1)
     flags = (f"--data_path={data} --epochs=2 --device=cpu --eval_interval=1 --global_batch_size=8 "
@@ -104,7 +104,7 @@ def test_notebook(tmp_path, monkeypatch, pyplot):
     def shell(command):
         _, script, *arguments = shlex.split(command)
         assert script == "train.py"
-        TrainProcess(arguments).output()
+        start_script("train", arguments).output()
 
     space = dict(shell=shell)
     monkeypatch.chdir(Path(ROOT, "examples"))
