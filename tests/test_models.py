@@ -54,12 +54,12 @@ def test_a_model_solves_a_string_or_a_list_of_them():
 
 
 def test_a_model_trains_further_without_forgetting():
-    """With the demo's own settings, its halting head soon knows nothing."""
+    """With the demo's own settings, q_halt_accuracy falls from 1.0 to 0.3 in these steps."""
     data = prepare("data", source="generate", size=6, num_train=100, num_test=50, num_aug=1)
     files = f"{ROOT}/config/demo.py", f"{ROOT}/config/continue.py"
     flags = (f"--init_from={ROOT}/models/sudoku-6x6.pt --data_path={data} --data_prepare= --max_steps=50 "
              "--out_dir=run --device=cpu --forward_dtype=float32 --eval_interval=99 "
-             "--global_batch_size=16 --eval_halt_max_steps=4")
+             "--global_batch_size=8 --eval_halt_max_steps=4")
     settings = configure(train.Settings, [*files, *flags.split()])
     train.replica(settings, "cpu")
     first, last = (line for line in lines("run") if "eval/loss" in line)
