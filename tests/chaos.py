@@ -29,12 +29,12 @@ import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
 from helpers import (
     TINY,
-    TrainProcess,
     draw_faults,
     hosts,
     same,
     serve_bucket,
     small_dataset,
+    start_script,
     stored,
     upload,
 )
@@ -263,7 +263,7 @@ def check_weights(tpu, steps):
     for step in [*stops, steps]:
         flags = [*SETTINGS, f"--max_steps={step}", f"--data_path={tpu.project.parent}/four",
                  f"--out_dir={out_dir}", "--init_from=auto"]
-        ranks = [TrainProcess(flags, **host) for host in hosts(2)]
+        ranks = [start_script("train", flags, **host) for host in hosts(2)]
         for rank in ranks:
             rank.output()
 

@@ -7,7 +7,6 @@ import signal
 import fork_server
 import pytest
 
-gc.disable()  # a collection while torch is imported visits a million objects; see pytest_collection_finish
 # Three test files run at a time (pyproject.toml): more threads than cores would slow all down many times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # XLA's CPU compiler takes most of the tests' time; the programs are small, and optimizing them does not pay.
@@ -31,11 +30,11 @@ def pytest_configure(config):
         pytest.register_assert_rewrite("helpers")
         config.pluginmanager.import_plugin("shared_fixtures")
     else:
-        os.environ["FORK_SERVER"] = fork_server.start()
+        os.environ["FORK_SERVER"] = fork_server.start_server()
 
 
 def pytest_collection_finish():
-    gc.freeze()  # no collection visits what torch has made until here
+    gc.freeze()  # no collection visits what torch has made until here; fork_server.py disabled them
     gc.enable()
 
 

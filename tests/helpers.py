@@ -1,24 +1,19 @@
 """What several test files use: commands and runs at tiny sizes, and servers that stand for the real ones."""
-import atexit
 import contextlib
-import gc
 import http.server
 import importlib.util
 import io
 import json
 import logging
-import multiprocessing
 import os
 import random
 import re
-import runpy
 import socket
 import sys
 import threading
 import time
 import traceback
 from http import HTTPStatus
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,178 +49,12 @@ WHOLE = ["--max_steps=40", "--checkpoint_interval=10", "--keep_last_n=9", "--eva
 ARC_MODEL = [*TINY, "--expansion=2", "--puzzle_emb_len=1", "--halt_max_steps=3", "--max_steps=20"]
 
 
-def wait_for(condition, seconds=120):
-    """Waits until condition() is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
-def children(pid):
-    """Returns the processes that a process has started, in this order."""
-    with open(f"/proc/{pid}/task/{pid}/children") as f:
-        return list(map(int, f.read().split()))
-
-
-def hosts(n):
-    """Returns environments of ranks 0 to n - 1, which gloo joins. Rank 0 is on the last of n hosts."""
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = str(s.getsockname()[1])
-    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(n - 1 - i), WORLD_SIZE=str(n),
-                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for i in range(n)]
-
-
-def needs(package):
-    """Skips a test that needs a package which no command of the project needs, if it is not installed."""
-    if not importlib.util.find_spec(package):
-        pytest.skip(f"needs {package}")
-
-
-# Datasets.
-
-def dataset_settings(script=prepare_sudoku, **changes):
-    """Returns the settings of a script that makes datasets."""
-    return configurator.configure(script.Settings, [f"--{key}={value}" for key, value in changes.items()])
-
-
-def prepare(path, script=prepare_sudoku, **changes):
-    """Makes a dataset and returns its path."""
-    return script.main(dataset_settings(script, output_dir=path, **changes))
-
-
-def small_dataset(path):
-    """Makes a dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles; returns its path."""
-    flags = [*DATA.split(), f"--output_dir={path}"]
-    return prepare_sudoku.main(configurator.configure(prepare_sudoku.Settings, flags))
-
-
-# New processes are forked from a server that has imported this file.
-
-gc.disable()  # a collection would visit a million objects of torch; new processes and pytest enable it
-CONTEXT = multiprocessing.get_context("forkserver")
-if "FORK_SERVER" in os.environ:
-    fork_server.use(os.environ["FORK_SERVER"])
-
-
-class NewProcess(CONTEXT.Process):
-    """Calls target(*args) in another process, which prints where this one does."""
-
-    def __init__(self, target, args=(), **options):
-        super().__init__(target=target, args=args, **options)
-        self.folder = os.getcwd()
-        self.environment = dict(os.environ)
-        self.writer = Connection(os.dup(1), readable=False)
-
-    def start(self):
-        fork_server.start()
-        super().start()
-
-    def run(self):
-        gc.freeze()  # a collection would copy the objects of the server, too
-        gc.enable()
-        # what this one starts comes from the same server, which is the parent of all
-        fork_server.SERVER.ensure_running = lambda: None
-        multiprocessing.process._parent_process = None
-        os.chdir(self.folder)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        for descriptor, stream in (1, "stdout"), (2, "stderr"):
-            os.dup2(self.writer.fileno(), descriptor)
-            file = open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8")
-            setattr(sys, stream, file)
-            setattr(sys, f"__{stream}__", file)
-        self.writer.close()
-        super().run()
-
-
-CONTEXT.Process = NewProcess
-
-
-class PipedProcess(NewProcess):
-    """Starts a process whose output and errors come in one pipe, as subprocess.Popen does.
-
-    Args:
-        target, args: it calls target(*args).
-        cwd: its folder.
-        environment: its variables besides those of this process.
-    """
-
-    def __init__(self, target, args, cwd=".", **environment):
-        super().__init__(target, args)
-        self.folder = os.path.abspath(cwd)
-        self.environment |= environment
-        reader, self.writer = CONTEXT.Pipe(duplex=False)
-        self.start()
-        self.writer.close()
-        self.stdout = open(os.dup(reader.fileno()), encoding="utf-8")
-
-    def wait(self, timeout=None):
-        self.join(timeout)
-        return self.exitcode
-
-    def output(self, code=0, timeout=120):
-        """Returns what it prints until it ends with this exit code. It is killed after so many seconds."""
-        killer = threading.Timer(timeout, self.kill)
-        killer.start()
-        text = self.stdout.read()
-        self.wait()
-        killer.cancel()
-        assert self.exitcode == code, text
-        return text
-
-
-def in_new_process(function, *args):
-    """Calls function(*args) in another process, where it may run forks."""
-    PipedProcess(function, args).output()
-
-
-def TrainProcess(argv, cwd=".", script="train", **environment):
-    """Starts `python train.py ...`, or another script: see run_script."""
-    return PipedProcess(run_script, (script, argv), cwd, **environment)
-
-
-def run_script(name, argv):
-    """Runs a script as a command does, in this process; name: of a module, or the path of a copy."""
-    multiprocessing.current_process().name = "MainProcess"  # by which the forks of tests know it
-    torch.multiprocessing.get_context = lambda method: CONTEXT  # which xmp.spawn asks for
-    path = name if name.endswith(".py") else importlib.util.find_spec(name).origin
-    sys.argv = [path, *argv]
-    code = 0
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as e:
-        code = e.code
-    atexit._run_exitfuncs()  # multiprocessing ends without them, and frees nothing: a lock's file would stay
-    gc.collect()
-    sys.exit(code)
-
+# Runs of the commands.
 
 def arguments(data, out, *flags):
     """Returns train.py's arguments for a tiny model. Later flags win."""
     return [f"--data_path={data}", f"--out_dir={out}", "--device=cpu", *TINY, *flags]
 
-
-def start_train(data, out, *flags, **options):
-    """Starts a TrainProcess for a tiny model."""
-    return TrainProcess(arguments(data, out, *flags), **options)
-
-
-@contextlib.contextmanager
-def begun(process, until="training from"):
-    """Yields a process that has printed `until`, and kills it at the end."""
-    try:
-        text = ""
-        while until not in text:
-            text = process.stdout.readline()
-            assert text, "it ended"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-# Runs, and what they leave.
 
 def run(data, out, *flags, code=0):
     """Runs train.py and returns its output: in this process, unless it should fail or has a fork.
@@ -246,6 +75,39 @@ def run_config(name, path, *flags):
     paths = [f"--data_path={path}-data", f"--out_dir={path}"]
     return run("", "", f"{ROOT}/config/{name}", *paths, *flags)
 
+
+# Processes: see fork_server.py for how they start.
+
+def start_script(name, argv, cwd=".", **environment):
+    """Starts a script as `python NAME.py ...` does; returns its process, see fork_server.run_script."""
+    return fork_server.PipedProcess(fork_server.run_script, (name, argv), cwd, **environment)
+
+
+def start_train(data, out, *flags, script="train", **options):
+    """Starts train.py, or a copy of it, for a tiny model."""
+    return start_script(script, arguments(data, out, *flags), **options)
+
+
+@contextlib.contextmanager
+def begun(process, until="training from"):
+    """Yields a process that has printed `until`, and kills it at the end."""
+    try:
+        text = ""
+        while until not in text:
+            text = process.stdout.readline()
+            assert text, "it ended"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def in_new_process(function, *args):
+    """Calls function(*args) in another process, where it may run forks."""
+    fork_server.PipedProcess(function, args).output()
+
+
+# What a run leaves.
 
 def lines(out):
     """Returns the lines of a run's metrics.jsonl."""
@@ -273,6 +135,54 @@ def judgements(task, arrays):
     own = dict.fromkeys((*model.METRICS, *model.LOSS_TERMS), np.ones(1))
     sums = evaluate.eval_sums(SimpleNamespace(eval_attempts=1), SimpleNamespace(task=task), own | arrays)
     return {name: total for name, total in sums.items() if name not in own}
+
+
+# Datasets.
+
+def dataset_settings(script=prepare_sudoku, **changes):
+    """Returns the settings of a script that makes datasets."""
+    return configurator.configure(script.Settings, [f"--{key}={value}" for key, value in changes.items()])
+
+
+def prepare(path, script=prepare_sudoku, **changes):
+    """Makes a dataset and returns its path."""
+    return script.main(dataset_settings(script, output_dir=path, **changes))
+
+
+def small_dataset(path):
+    """Makes a dataset of 64 4x4 Sudokus with 5 copies each, and 40 test puzzles; returns its path."""
+    flags = [*DATA.split(), f"--output_dir={path}"]
+    return prepare_sudoku.main(configurator.configure(prepare_sudoku.Settings, flags))
+
+
+# What else the tests need.
+
+def wait_for(condition, seconds=120):
+    """Waits until condition() is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def children(pid):
+    """Returns the processes that a process has started, in this order."""
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return list(map(int, f.read().split()))
+
+
+def hosts(n):
+    """Returns environments of ranks 0 to n - 1, which gloo joins. Rank 0 is on the last of n hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = str(s.getsockname()[1])
+    return [dict(RANK=str(i), LOCAL_RANK="0", GROUP_RANK=str(n - 1 - i), WORLD_SIZE=str(n),
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for i in range(n)]
+
+
+def needs(package):
+    """Skips a test that needs a package which no command of the project needs, if it is not installed."""
+    if not importlib.util.find_spec(package):
+        pytest.skip(f"needs {package}")
 
 
 def remove(out, pattern):
@@ -315,7 +225,7 @@ def xla_environment(world):
 def on_replicas(world, function, *args):
     """Lets each of so many replicas call function(rank, *args), and returns what they print."""
     environment = xla_environment(world) | dict(XLA_THREAD_POOL_SIZE="16")
-    return PipedProcess(run_replicas, (function, args), **environment).output()
+    return fork_server.PipedProcess(run_replicas, (function, args), **environment).output()
 
 
 def run_replicas(function, args):

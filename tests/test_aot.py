@@ -4,16 +4,17 @@ from pathlib import Path
 
 import aot
 import pytest
-from helpers import DEEP, TINY, TrainProcess, needs
+from helpers import DEEP, TINY, needs, start_script
 
 from runtime import errors
 
 pytestmark = pytest.mark.xla
 
+
 def run_aot(*flags, code=0):
     needs("jax")
     needs("libtpu")
-    return TrainProcess([*TINY, *DEEP, *flags], script="aot").output(code)
+    return start_script("aot", [*TINY, *DEEP, *flags]).output(code)
 
 
 def test_a_step_is_one_program_with_one_all_reduce_which_overwrites_its_state(random_puzzles):
@@ -43,7 +44,7 @@ def test_wrong_input_and_a_missing_compiler(flags, words, monkeypatch):
 
 
 def test_what_other_units_do_has_no_schedule_and_does_not_count():
-    """A gather on a v6e's SparseCores, as libtpu 0.0.52 writes it."""
+    """The program has a gather on a v6e's SparseCores, as libtpu 0.0.52 writes it."""
     program = """HloModule step
 
 %gather.1 (a: f32[4]) -> f32[4] {

@@ -91,7 +91,7 @@ def build_tasks(training, evaluation, extra=None, **changes):
 
 
 def test_only_the_test_pairs_of_the_test_subset_are_not_trained_on(capsys):
-    """Nor is a test pair whose output is not known. Such an output counts in no loss and no metric."""
+    """A test pair whose output is not known is not trained on, and counts in no loss and no metric."""
     unknown = OTHER | {"test": [{"input": [[7]]}]}
     train = build_tasks({"a": TASK, "c": unknown}, {"b": OTHER, "d": unknown}, max_side=2)
     assert dict(zip(task_names(train), np.diff(train.row_indices))) == {"a": 2, "b": 1, "c": 1, "d": 1}
@@ -105,7 +105,7 @@ WIDE = TASK | {"train": [pair([[1] * 31], [[1]])]}
 
 
 def test_tasks_that_are_left_out_are_counted_and_named(capsys):
-    """A test task is none of them because a task to train on has its name."""
+    """A test task stays if a training task has its name."""
     Path("[s]/training").mkdir(parents=True)
     Path("[s]/training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
     Path("[s]/training/damaged.json").write_text("{")
@@ -132,7 +132,7 @@ def test_a_subset_may_be_called_extra_beside_a_folder_of_extra_tasks():
 
 
 def test_an_extra_task_with_a_test_pair_is_not_trained_on(capsys):
-    """The pair may be turned, and have other colors."""
+    """The task is left out even if the pair is turned and has other colors."""
     turned = {"train": [pair([[5], [2]], [[2], [5]])], "test": [pair([[9]], [[9]])]}
     other = {"train": [pair([[5], [2]], [[5], [2]])]}
     train = build_tasks({"a": OTHER}, {"b": TASK}, {"turned": turned, "other": other})
@@ -170,7 +170,7 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
 
 
 def test_the_stream_does_not_depend_on_ranks_and_batch_size(kaggle):
-    """A puzzle that a batch cuts goes on in the next one, with the same version."""
+    """A puzzle that the end of a batch cuts goes on in the next batch, in the same version."""
     train = Dataset(kaggle, "train")
     expected = stream(train, 84, 1)
     for batch_size, world in (4, 1), (28, 4):

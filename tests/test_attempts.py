@@ -41,7 +41,7 @@ def evaluated(data, trained, *flags):
 
 @pytest.fixture
 def sure(data, trained, monkeypatch):
-    """The q_halt from which on an answer is sure: that of a third of the first attempts, below 95% here."""
+    """The q_halt from which an answer counts as sure, so low that 3 of 10 first attempts reach it."""
     _, saved = evaluated(data, trained)
     value = np.quantile(saved["surest_q_halt_logits"], 0.7)
     monkeypatch.setattr(evaluate, "SURE", sigmoid(value))
@@ -74,18 +74,26 @@ def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puz
 def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):
     one, saved_one = evaluated(data, trained)
     five, saved = evaluated(data, trained, "--eval_attempts=5")
+
+    # one attempt and five have the same values of the paper's metrics
     assert 0.1 < one["exact_accuracy"] < 0.95 and "attempts" not in one
     changed = {name: five[name] for name in ("surest_accuracy", "attempts")}
     assert five == pytest.approx(one | changed)
     assert np.array_equal(saved["preds"], saved_one["preds"])
-    solved = (saved["surest_preds"] == saved["labels"]).all(1)
-    means = [solved.mean(), saved["attempts"].mean()]
+
+    # the metrics of attempts are means over the puzzles
+    is_solved = (saved["surest_preds"] == saved["labels"]).all(1)
+    means = [is_solved.mean(), saved["attempts"].mean()]
     assert [five["surest_accuracy"], five["attempts"]] == pytest.approx(means, abs=1e-4)
+
+    # an answer that is never sure takes all five attempts, and some other one takes fewer
     assert set(saved["attempts"][saved["surest_q_halt_logits"] < sure]) == {5} < set(saved["attempts"])
+
+    # the seed draws the copies that attempts are made at
     assert evaluated(data, trained, "--eval_attempts=5", "--seed=1")[0] != five
 
 
-def test_answers_that_cannot_be_written_do_not_cost_the_evaluation(capsys):
+def test_answers_that_cannot_be_written_cost_a_warning(capsys):
     settings = SimpleNamespace(out_dir="/proc/self/full", gcs_dir="")
     save_file(settings, SimpleNamespace(rank=0), lambda: False, "submission.json", lambda f: None)
     assert "/proc/self/full/submission.json: not saved: " in capsys.readouterr().err

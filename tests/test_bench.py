@@ -1,10 +1,12 @@
-"""bench.py at tiny sizes: figures, the default batch, forks. test_model.py counts FLOPs,
-test_machines.py joins two processes."""
+"""bench.py at tiny sizes: figures, the default batch, forks.
+
+test_model.py counts FLOPs, and test_machines.py joins two processes.
+"""
 import json
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, TrainProcess, xla_environment
+from helpers import ROOT, TINY, start_script, xla_environment
 
 import bench
 from runtime.errors import UserError
@@ -20,7 +22,7 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
     """One fork makes its puzzles on the fly, and the other one's steps take an input of their own."""
     forks = [f"{ROOT}/tests/forks/{name}.py" for name in ("latin_squares", "entropy")]
     argv = [*MODEL, f"--device={device}", *forks, "--steps=1", "--global_batch_size=16"]
-    text = TrainProcess(argv, script="bench", **xla_environment(2)).output()
+    text = start_script("bench", argv, **xla_environment(2)).output()
     figures = json.loads(text.splitlines()[-1])
     want = dict(kind=device, replicas=replicas, global_batch_size=16)
     assert figures | want == figures and "random puzzles" not in text
@@ -30,7 +32,7 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
 
 
 def test_data_prepare_makes_a_missing_dataset():
-    """Here it fails, for there is no such Sudoku."""
+    """The command fails here, since there is no Sudoku of 5x5 cells."""
     with pytest.raises(UserError, match="data_prepare did not make"):
         bench.main(["--device=cpu", "--data_path=x", "--data_prepare=prepare_sudoku.py --size=5", *MODEL])
 
@@ -50,14 +52,14 @@ def test_sizes_that_cannot_be_are_wrong_input(flag, words):
     (["--replica_batch_size=3"], 3, 14),
 ])
 def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeypatch, capsys):
-    """Random puzzles replace a missing dataset. A step takes a second; an hour has steps of the run."""
+    """A step is made to take a second. The steps of an hour are counted in batches of the run, of 768."""
     Path("small.py").write_text("global_batch_size = 8\n")
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
     monkeypatch.setattr("runtime.device.CPU_FLOP", 1)  # a CPU takes one sequence at a time
     bench.main([*MODEL, "--device=cpu", *flags, "--data_path=data/missing", "--size=6"])
     text = capsys.readouterr().out
+    assert "1000 random puzzles of 6x6 cells" in text  # in place of the missing dataset
     *_, hour, last = text.splitlines()
     figures = json.loads(last)
     assert [figures[name] for name in ("global_batch_size", "sequences_at_a_time")] == [size, 1]
     assert f" --max_steps={steps} of " in hour
-    assert "1000 random puzzles of 6x6 cells" in text

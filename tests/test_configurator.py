@@ -5,6 +5,7 @@ test_resume.py runs each config file of the project.
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -134,11 +135,22 @@ except ZeroDivisionError as _e:
     assert vars(settings) == DEFAULTS | dict(undocumented=4, path="data/own", batch=8, lr=5e-4)
 
 
-@pytest.mark.parametrize("wrong, message", [
+@pytest.mark.parametrize("argument, message", [
     ("--btach=3", "--btach=3: unknown setting btach; the closest is batch"),
     ("--lr", "--lr: lr must be of type float, not True: write --lr=VALUE, for example --lr=0.001"),
     ("--batch=1.5", "batch must be of type int, not '1.5': write --batch=VALUE, for example --batch=16"),
     ("lr=3", "lr=3: no config file (.py) is there; a setting is written --key=value"),
+    ("gone.py", "gone.py: no config file (.py) is there"),
+    ("-lr=3", "-lr=3: a flag begins with two dashes: --lr=3"),
+    ("--batch=0", "batch must be above 0 and below 2^31, not 0"),
+    ("--batch=2147483648", "batch must be above 0 and below 2^31, not 2147483648"),
+])
+def test_a_wrong_argument_is_named(toy, argument, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        toy(argument)
+
+
+@pytest.mark.parametrize("text, message", [
     ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, not '1e-3': "),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
@@ -148,18 +160,11 @@ except ZeroDivisionError as _e:
      "a.py:2: TypeError: clip must be a number, a string or a bool, not np.float64(1.0)"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
     ("run('a.py')", "RecursionError"),
-    ("gone.py", "gone.py: no config file (.py) is there"),
     ("class Settings:\n    lr = 1.0", "a.py is a copy of a script and no config file: python a.py runs it"),
-    ("-lr=3", "-lr=3: a flag begins with two dashes: --lr=3"),
-    ("--batch=0", "batch must be above 0 and below 2^31, not 0"),
-    ("--batch=2147483648", "batch must be above 0 and below 2^31, not 2147483648"),
 ])
-def test_wrong_flags_and_files(toy, wrong, message):
-    """wrong: a flag, a path, or the text of a file."""
-    is_text = "(" in wrong or " = " in wrong
-    with pytest.raises(UserError) as error:
-        toy("a.py" if is_text else wrong, a=wrong)
-    assert message in str(error.value)
+def test_a_wrong_line_of_a_config_file_is_named(toy, text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        toy("a.py", a=text)
 
 
 def test_a_setting_counts_in_whatever_way_a_file_assigns_it(toy):
@@ -240,8 +245,8 @@ def test_help_prints_every_setting():
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
     "| true": (1, "", ""), "--help | true": (1, "", ""), ">&-": (0, "", ""),
     "--lr=2 --slow=False 2>&-": (0, "2.0 ü\n\n", "")}.items())
-def test_exit_codes(arguments, done):
-    """Expected errors are one line; a reader that leaves, as `| head` does, costs none."""
+def test_how_a_command_ends_has_its_exit_code_and_its_words(arguments, done):
+    """Expected errors are one line. A reader that leaves, as `| head` does, causes none."""
     assert toy_command(arguments) == done
 
 
@@ -251,7 +256,7 @@ def test_a_character_that_the_terminals_encoding_lacks(monkeypatch):
 
 
 def test_an_error_that_nobody_expects_keeps_its_traceback():
-    """Also an OSError: a typo in a path of an edited file, say."""
+    """An OSError is one, for example after a typo in a path of an edited file."""
     code, _, text = toy_command("--slow=False --fast --path=OSError")
     assert code == 1 and "in main\n" in text and text.endswith("OSError: an error\nof two lines\n")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import export
 import pytest
 import torch
-from helpers import ROOT, TINY, TrainProcess, curve, newest, same, start_train, xla_environment
+from helpers import ROOT, TINY, curve, newest, same, start_script, start_train, xla_environment
 
 FORK = """
 import train
@@ -39,7 +39,7 @@ def clone():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
 def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
-    """Its settings, step and replica; a fork's `import train` is the copy."""
+    """The copy's settings, step and replica() count, and `import train` in a fork gives the copy."""
     clone("my.train.py", ("    lr: Above0 = 1e-4 ", OWN),
           ("    # update the weights\n", "    print('my step')\n"))
     Path("fork.py").write_text(FORK)
@@ -47,7 +47,7 @@ def test_a_copy_of_train_trains_as_it_is_edited(clone, data, device):
     argv = ["fork.py", f"--data_path={data}", *tiny, f"--device={device}", "--out_dir=run", "--max_steps=1",
             "--lr_warmup_steps=0", "--eval_final_max_puzzles=8"]
     script = os.path.abspath("clone/my.train.py")
-    text = TrainProcess(argv, script=script, **xla_environment(1)).output()
+    text = start_script(script, argv, **xla_environment(1)).output()
     assert "clone/my.train.py" in text and "my step" in text
     assert curve("run", "train/lr") == {1: 2.5e-5}
     # a model file has its settings, which model.py may read

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TrainProcess, judgements, prepare
+from helpers import ROOT, judgements, prepare, start_script
 
 import data
 import model
@@ -53,7 +53,7 @@ def random_rows(n, cells=9, alphabet="123"):
 # Datasets
 
 def test_datasets_hold_the_files_rows():
-    """Of several answers to a question, the first."""
+    """Of several answers to a question, the first one is kept."""
     rows = random_rows(30, 6, "áβ😀")
     train = write("train.csv", *rows[:20], rows[0], rows[1][:7] + "ββββββ")
     test = write("test.csv", *rows[20:])
@@ -88,7 +88,7 @@ def test_copies_are_symmetric_and_never_test_puzzles():
 
 
 def test_white_space_is_no_cell_unless_it_is_a_symbol():
-    """Cells that stand apart, and rows in lines: 5x5 cells have 49 characters, as 7x7 have."""
+    """A text of 5x5 cells with white space between them has 49 characters, as one of 7x7 cells has."""
     apart = ["\n".join([" ".join(symbol * 5)] * 5) for symbol in "123"]
     path = write("all.csv", *[f'"{text}","{text}"' for text in apart])
     folder = build("x", f"--train_csv={path} --holdout=1")
@@ -156,7 +156,7 @@ def test_a_header_that_does_not_name_our_columns_once_is_told(header):
 def test_the_command_that_trains_names_the_file_of_the_rules():
     Path("rules.py").write_text("import puzzles\npuzzles.KINDS['mine'] = puzzles.Kind\n")
     flags = f"--train_csv={write('all.csv', *random_rows(9))}", "--holdout=3", "--kind=mine"
-    text = TrainProcess(["rules.py", *flags], script="prepare_csv").output()
+    text = start_script("prepare_csv", ["rules.py", *flags]).output()
     assert "python train.py config/demo.py rules.py --data_prepare= " in text
 
 
@@ -182,7 +182,7 @@ SUDOKUS = ".234341221434321,1234341221434321", "..34341221434321,123434122143432
     (Sudoku, ".1234", SUDOKUS, 9),
     (Maze, "# SGo", ["S##   ##G,S##ooo##G", "S  ## ##G,Soo##o##G"], 7)])
 def test_a_class_that_extends_a_kind_has_datasets_of_any_size(kinds, base, symbols, rows, num_copies, capsys):
-    """With as many copies as there can be."""
+    """Each puzzle gets as many copies as there can be."""
     kinds["mine"] = type("Mine", (base,), {})
     path = write("all.csv", *rows)
     flags = f"--train_csv={path} --holdout=1 --kind=mine --num_aug=9 --symbols='{symbols}'"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, Hub, Server, TrainProcess, dataset_settings, prepare, wait_for
+from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_script, wait_for
 
 import prepare_arc
 import prepare_maze
@@ -76,7 +76,7 @@ def official(real):
 
 
 def test_datasets_of_the_official_builder_load(official, real):
-    """Also without what can be counted, and with keys of others, as in the files of nano-trm."""
+    """dataset.json may lack what can be counted, and have keys of other programs, as nano-trm writes it."""
     facts = dict(seq_len=81, vocab_size=11, num_puzzles=1, path="x", grid_size=9)
     (official / "train/dataset.json").write_text(json.dumps(facts))
     ours, theirs = [Dataset(path, "train") for path in (real, official)]
@@ -163,7 +163,7 @@ def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message
 
 
 def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
-    """Also for lists, a grid that is a tuple, and no kind; a fork's own facts stay in its task."""
+    """Puzzles may be lists, the grid a tuple, and the kind missing. A fork's own facts stay in its task."""
     puzzles = ONES.tolist(), [[1, 0, -1, IGNORE_LABEL]] * 3
     manifest = {"grid": (2, 2), "symbols": "_.01"}
     write_dataset("mine", dict.fromkeys(("train", "test"), puzzles), 4, manifest)
@@ -184,7 +184,7 @@ def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
      "generate-aug-0-extra-tasks-num_train-9"),
 ])
 def test_a_default_folder_names_what_makes_another_dataset(script, changes, name):
-    """A config file reads the folder of the defaults."""
+    """What has its default is not in the name, since config files name the folder of the defaults."""
     os.makedirs("more/tasks")
     Path("more/tasks/mine.json").write_text('{"train": [{"input": [[1]], "output": [[2]]}]}')
     assert script.main(dataset_settings(script, **changes)) == f"data/{name}"
@@ -196,7 +196,7 @@ def test_a_killed_command_leaves_nothing_that_stays(by, code):
     """After kill -9 the same command replaces the folder."""
     path = Path("x")
     flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=150000".split()
-    process = TrainProcess([*flags, f"--output_dir={path}"], script="prepare_sudoku")
+    process = start_script("prepare_sudoku", [*flags, f"--output_dir={path}"])
     wait_for(lambda: list(Path().glob("x.part*")))
     os.kill(process.pid, by)
     process.output(code)
@@ -220,7 +220,7 @@ def test_a_full_disk_is_named_and_nothing_stays():
 # Batches
 
 def test_batches_are_a_pure_function_of_seed_and_step(real):
-    """However many ranks there are, and in whatever order they ask."""
+    """They depend neither on the number of ranks nor on the order in which steps are asked for."""
     train = Dataset(real, "train")
     whole = [train.train_batch(3, step, 64)["inputs"] for step in range(4)]
     for step, world in (3, 2), (0, 4), (1, 2):
@@ -230,7 +230,7 @@ def test_batches_are_a_pure_function_of_seed_and_step(real):
 
 
 def test_a_group_of_puzzles_with_several_examples_brings_one_of_them():
-    """As in the official ARC sets; a smaller puzzle repeats its examples."""
+    """The official ARC sets work so. A puzzle with fewer examples than the others repeats them."""
     os.mkdir("train")
     rows = np.arange(7)[:, None]
     arrays = dict(inputs=rows, labels=rows, puzzle_identifiers=[1, 2, 3, 4], puzzle_indices=[0, 2, 3, 6, 7],
@@ -249,7 +249,7 @@ def test_halting_draws_are_uniform_from_2_or_0():
 
 
 def test_a_subset_covers_the_whole_test_set(real):
-    """Which is ordered by source."""
+    """The test set is ordered by source: its first puzzles would be of one source."""
     indices = Dataset(real, "test").subset(20)
     assert len(set(indices)) == 20 and max(indices) > 40
 
@@ -265,7 +265,7 @@ def test_a_long_search_is_given_up_for_its_board_alone(monkeypatch):
 
 @pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 3), (12, 2)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
-    """Few of 12x12 are minimal."""
+    """Those of 12x12 are only solved: few of them are minimal."""
     questions, answers = minimal_sudokus(0, 0, n, size)
     assert sudoku_of(size).judge(questions, answers).solved.all()
     assert (sudoku_of(size).num_solutions(questions) == 1).all()
@@ -288,17 +288,20 @@ def test_hard_puzzles_are_minimal_with_one_solution_and_take_more_work(monkeypat
     assert work[0] > 2 * work[1]
 
 
-def test_generation_does_not_depend_on_its_processes_and_one_that_is_killed_is_an_error(monkeypatch, capfd):
-    """A full memory kills one before its work is done."""
+def test_generation_does_not_depend_on_the_number_of_processes(monkeypatch, capfd):
     alone = prepare_sudoku.generate(4, 900, 7)
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
+
+
+def test_a_process_that_is_killed_before_its_work_is_done_is_an_error():
+    """A full memory kills one."""
     with pytest.raises(TransientError, match="ended before its work"):
         next(prepare_files.in_parallel(os._exit))
 
 
 def test_processes_that_generate_end_by_themselves(monkeypatch):
-    """To end one while it writes a result would leave this process waiting for the rest."""
+    """If one was ended while it writes a result, this process would wait for the rest of it."""
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     job = functools.partial(subprocess.call, "sleep 0.5", shell=True)  # its number is the buffer's size
     results = prepare_files.in_parallel(job)
@@ -361,7 +364,7 @@ TEST = [HEADER, *OTHERS]
 
 
 def test_the_first_wrong_row_of_a_long_file_is_named(monkeypatch):
-    """Beyond the first block of rows."""
+    """The wrong row is beyond the first block that is read."""
     monkeypatch.setattr(prepare_files, "ROWS", 1)
     with pytest.raises(UserError, match=r"train\.csv:4: row 1, column 1 of the answer breaks a rule"):
         from_csv([HEADER, A, B, ("4" + "." * 15, B[1])], TEST)
@@ -378,13 +381,13 @@ def test_the_first_wrong_row_of_a_long_file_is_named(monkeypatch):
     (["unsolved,solved,difficulty", (*A, "1.7"), (*B, "1"), (*TWO, "0.2")], 1),
 ])
 def test_csv_files_of_other_programs(rows, min_difficulty):
-    """With a byte order mark."""
+    """Each file begins with a byte order mark."""
     test = ["question,answer,rating", *((*puzzle, "9") for puzzle in OTHERS)]
     assert from_csv(rows, test, min_difficulty=min_difficulty) == [A[0], B[0]]
 
 
 def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(capsys):
-    """So many puzzles are drawn as were asked for, and the same ones as without those rows."""
+    """As many puzzles are drawn as were asked for, and the same ones as without those rows."""
     rows = [HEADER, A, A, TWO, TWO, B]
     for seed in range(4):
         assert from_csv(rows, [*TEST, TWO], subsample_size=2, seed=seed) == [A[0], B[0]]
@@ -413,7 +416,7 @@ def test_rows_of_the_test_set_and_easy_rows_are_left_out(capsys):
     ("break", 9, TransientError, "ChunkedEncodingError"),
 ])
 def test_downloads_give_up_and_leave_nothing(hub, fault, faults, error, message):
-    """One more attempt would succeed."""
+    """The server would answer one more attempt."""
     path = "/datasets/me/puzzles/resolve/main/train.csv"
     hub.files[path] = b"x"
     hub.faults[path] = [fault] * faults
@@ -422,8 +425,8 @@ def test_downloads_give_up_and_leave_nothing(hub, fault, faults, error, message)
     assert os.listdir("data/downloads/puzzles") == ["train.csv.lock"]
 
 
-def test_hub_end_to_end(hub, monkeypatch):
-    """The hub gets the token, and redirects to another host, which does not; both break off."""
+def test_the_default_dataset_is_downloaded_once_although_requests_fail(hub, monkeypatch):
+    """The hub redirects each file to another host, which must not get the token."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret\n")
     with Server(Hub) as cdn:
         hub.cdn = cdn.url
@@ -432,12 +435,12 @@ def test_hub_end_to_end(hub, monkeypatch):
             name = f"/datasets/sapientinc/sudoku-extreme/resolve/main/{split}.csv"
             hub.faults[name] = [503, 302, 302]
             cdn.files[name] = body
-            cdn.faults[name] = ["break"]
+            cdn.faults[name] = ["break"]  # so the hub is asked once more
         path = prepare_sudoku.main(dataset_settings(subsample_size=10, num_aug=5))
     assert path == "data/sudoku-extreme-10-aug-5"
     assert len(Dataset(path, "train")) == 60 and len(Dataset(path, "test")) == 60
-    assert hub.tokens == ["Bearer hf_secret"] * 6 and cdn.tokens == [None] * 4
+    assert hub.tokens == ["Bearer hf_secret"] * 6 and cdn.tokens == [None] * 4  # of two files
 
-    # a second dataset needs no download
+    # a second dataset needs no request
     prepare_sudoku.main(dataset_settings(subsample_size=10, num_aug=0))
     assert len(hub.log) == 6

@@ -52,7 +52,7 @@ def figures(out):
 
 @each_fork
 def test_a_fork_resumes_bit_for_bit(fork, data):
-    """Halfway to the second stage of the curriculum."""
+    """The resume begins halfway to the second stage of the curriculum."""
     flags = flags_of(fork, "--checkpoint_interval=4")
     run(data, "whole", *flags, "--max_steps=8")
     shutil.copytree("whole", "parts")
@@ -80,7 +80,7 @@ def xla_fork(rank, argv):
 @pytest.mark.xla
 @pytest.mark.parametrize("names", ["rsm", "infiloop shampoo", "houses"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
-    """What the latents of fprm and symbols have, those of infiloop and houses have, too."""
+    """The latents of fprm and symbols differ from the usual ones as those of infiloop and houses do."""
     fork, *others = [path for path in FORK_PATHS if Path(path).stem in names.split()]
     flags = flags_of(fork, *others, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
@@ -90,7 +90,7 @@ def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-6)
 
 
-# Where a function of the trainer is replaced, training and evaluations call it.
+# A function of the trainer that a fork replaces is the one that training and evaluations call.
 
 REPLACED = """
     model.take_new_puzzles model.cross_entropy model.rms_norm
@@ -101,34 +101,36 @@ REPLACED = """
 
 
 def test_a_function_is_replaced_where_it_stands(data):
-    code = []
-    for place in REPLACED:
-        module, name = place.split(".")
+    # the fork's functions write their names down, and call the functions that they replace
+    code = ["import data, evaluate, model, optim, train"]
+    for function in REPLACED:
         code.append(f"""
-import {module}
-def replaced(*args, _old={module}.{name}, **options):
-    open("calls", "a").write("{place}\\n")
+def replaced(*args, _old={function}, **options):
+    open("calls", "a").write("{function}\\n")
     return _old(*args, **options)
-{module}.{name} = replaced""")
+{function} = replaced""")
     Path("fork.py").write_text("\n".join(code))
     run(data, "run", "fork.py", "--max_steps=2", "--H_cycles=1", "--halt_max_steps=2")
     assert {*Path("calls").read_text().split()} == {*REPLACED}
 
 
-# What would go unnoticed if it were wrong.
+# Mistakes that would go unnoticed otherwise.
 
 def test_a_checkpoint_names_the_forks_that_trained_it(data):
-    """Whoever reads it without them, or with other ones, is told."""
+    """A run that reads it without them, or with changed ones, says so."""
     fork = Path(shutil.copy(f"{ROOT}/tests/forks/entropy.py", "."))
     run(data, "run", str(fork), "--max_steps=2")
     assert newest("run")["forks"].keys() == {"entropy.py"}
+
+    # with the same fork, and with a changed one
     again = "--init_from=resume", "--eval_only"
     equal = start_train(data, "run", str(fork), *again).output()
     assert "forks: {'entropy.py': " in equal and "trained with the fork" not in equal
     fork.write_text(fork.read_text() + "# changed")
     changed = start_train(data, "run", str(fork), *again).output()
     assert re.search(r"the fork entropy.py \w+, which has \w+ here", changed)
-    # an error has the same lines
+
+    # without the fork; an error has these lines too
     without = start_train(data, "run", "--init_from=resume", "--L_layers=2").output(2)
     assert "another block or other settings" in without and "trained with the fork entropy.py" in without
     assert "entropy_weight is no setting here; the checkpoint had 0.1" in without
@@ -153,7 +155,7 @@ def name_a_fork_twice():
 
 
 def test_a_process_configures_forks_once():
-    """A module may have the name of a setting."""
+    """The fork imports a module with the name of a setting, which changes no setting."""
     Path("fork.py").write_text("from runtime import device\nnew(weight=0.5)\nlr *= 0.1")
     for name in "other", "third":
         Path(f"{name}.py").write_text(f"new({name}=0.5)")
@@ -235,7 +237,7 @@ def known_forks():
 
 
 def test_a_fork_is_known_by_what_it_imports():
-    """Wherever the import stands; an attribute that is called as a module is no import."""
+    """The import may stand anywhere. An attribute with the name of a module is no import."""
     Path("inside.py").write_text("""
 def replace():
     import optim

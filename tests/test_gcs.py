@@ -53,7 +53,7 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
 ])
 def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
         bucket, front, fault, faults, error, message):
-    """One more attempt would succeed."""
+    """The bucket would grant one more attempt."""
     front.script = [fault] * faults
     with pytest.raises(error, match=f"^gs://bucket/run/a: {message}"):
         bucket.write("a", b"x")
@@ -74,14 +74,16 @@ def test_a_stop_ends_a_request_that_takes_long(front):
     assert time.monotonic() - began < 3
 
 
-def test_list_read_delete(bucket):
+def test_a_bucket_lists_reads_and_deletes_what_is_in_its_folder(bucket):
     names = ["ckpt_00000001.json", "sub/deep", "ü #?%2F.txt"]
     for name in names:
         bucket.write(name, name.encode())
         assert bucket.read(name) == name.encode()
-    Bucket("gs://bucket/run2").write("other", b"")
+    Bucket("gs://bucket/run2").write("other", b"")  # not in the folder run
     assert sorted(bucket.list()) == sorted(names)
-    for _ in range(2):  # what is gone can be deleted, and read as nothing
+
+    # an object that is gone can be deleted once more, and is read as None
+    for _ in range(2):
         bucket.delete("sub/deep")
     assert "sub/deep" not in bucket.list() and bucket.read("sub/deep") is None
     assert not bucket.download("sub/deep", "file") and os.listdir() == []
@@ -150,14 +152,18 @@ def write_gcloud(commands):
 
 
 def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, metadata):
-    """Also one that has expired; until then a VM asks for it once."""
+    """It may have expired, or have been withdrawn. Until then a VM asks its metadata server only once."""
     for _ in range(2):
         cloud_bucket.write("a", b"x")
     assert len(metadata.log) == 1
-    front.token = "renewed"  # the one before was withdrawn
+
+    # the bucket takes a new token alone, and the metadata server has it
+    front.token = "renewed"
     metadata.files["/token"] = b'{"access_token": "renewed"}'
     cloud_bucket.write("a", CONTENT)
     assert stored(front, "run/a") == CONTENT
+
+    # the metadata server has no better one
     front.token = "another"
     with pytest.raises(UserError, match="status 401 a fault, .*log in") as e:
         cloud_bucket.write("a", b"x")
@@ -180,11 +186,17 @@ def test_a_run_without_credentials_ends_at_once(cloud_bucket, data, capsys):
 def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
         cloud_bucket, metadata, monkeypatch):
     metadata.files.clear()  # as in another cloud, or a VM without an account
+
+    # gcloud has no login
     write_gcloud("echo You do not currently have an active account selected. >&2; exit 1")
     with pytest.raises(UserError, match="^no Google credentials"):
         cloud_bucket.list()
+
+    # gcloud cannot reach its server at first
     write_gcloud("[ ! -e asked ] || exec echo secret; touch asked; echo no name server >&2; exit 1")
     cloud_bucket.list()
+
+    # the environment has a token
     write_gcloud("exit 9")
     bucket_module.access_token.cache_clear()
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN", "secret\n")
@@ -212,10 +224,13 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     start = partial(subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     front.faults = {"all__labels": "stall"}
     killed = start()
+    # kill a process while it downloads the labels
     wait_for(lambda: not front.faults)
     killed.kill()
     killed.communicate()
     assert set(os.listdir("data")) == {"small.lock", "small.part"}
+
+    # two others share one download
     printed = [process.communicate()[0] for process in (start(), start())]
     assert sorted(text.count("downloading") for text in printed) == [0, 1]
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
@@ -223,8 +238,12 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
 
 def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, data):
     assert local_dataset("/a/gs://") == "/a/gs://"
+
+    # the same dataset is used as it is: its manifest is all that is downloaded
     shutil.copytree(uploaded, "data/small")
-    assert local_dataset(URL) == "data/small" and front.log == ["media"]  # the manifest
+    assert local_dataset(URL) == "data/small" and front.log == ["media"]
+
+    # another one
     shutil.rmtree("data/small")
     shutil.copytree(data, "data/small")
     with pytest.raises(UserError, match=f"^data/small holds another dataset than {URL}: move it away"):

@@ -26,7 +26,6 @@ from helpers import (
     DATA,
     ROOT,
     WHOLE,
-    TrainProcess,
     arguments,
     begun,
     children,
@@ -38,6 +37,7 @@ from helpers import (
     lines,
     run,
     same,
+    start_script,
     start_train,
     stored,
     wait_for,
@@ -62,9 +62,11 @@ def in_bucket():
 
 def test_kills_and_lost_machines_lose_nothing(data, front):
     """SIGKILL at random moments, then init_from=auto, once on a new machine; requests to the bucket fail."""
-    # so many that a fast machine does not end before it is killed
+    # so many steps that a fast machine does not end before it is killed
     flags = ["--max_steps=120", "--checkpoint_interval=5", "--keep_last_n=2"]
     run(data, "whole", *flags)
+
+    # the first process is killed early, the second one after an upload, the fourth one is not
     draw = random.Random(0)
     front.script = draw_faults(0, 0.05)
     for start in range(4):
@@ -103,7 +105,7 @@ def lose_the_json(path):
     (lose_the_json, ""),  # the write was interrupted
 ])
 def test_the_checkpoint_before_a_damaged_one_is_used(data, out, damage, line):
-    """The damaged one is none of those to keep."""
+    """The damaged one does not count towards keep_last_n."""
     path = Path(out) / "ckpt_00000040.pt"
     damage(path)
     text = run(data, out, *AUTO, "--max_steps=35", "--checkpoint_interval=5", "--keep_last_n=1")
@@ -118,11 +120,11 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     bucket.delete("ckpt_00000039.json")  # the last upload was interrupted
     bucket.write("ckpt_00000030.pt", b"something else")
     text = run(data, "second", *FLAGS, "--init_from=auto", "--keep_last_n=9")
-    assert text.count("fetching ckpt_00000030") == 3  # it may be the transfer that has damaged it
+    assert text.count("fetching ckpt_00000030") == 3  # the transfer may have damaged it
     assert "ckpt_00000030.pt: damaged" in text and "training from step 20 to 40" in text
     assert same(last_weights("second"), last_weights(whole[0])) and curve("second") == curve(whole[0])
 
-    # without a whole one, it does not start from scratch
+    # if no checkpoint of the bucket is whole, a run does not start from scratch
     for name in numbered(bucket.list()):
         bucket.write(f"{name}.json", b"{}")
     text = run(data, "third", URL, "--init_from=auto", code=2)
@@ -139,21 +141,17 @@ def test_a_bucket_that_has_had_a_checkpoint_is_not_begun_again(data, front, monk
 
 def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, front, monkeypatch):
     """A machine that finds the .json finds all else."""
-    def noted(self, name, *args, **options):
-        names.append(name)
-        write(self, name, *args, **options)
-
-    names = []
-    write = Bucket.write
-    monkeypatch.setattr(Bucket, "write", noted)
+    write = mock.create_autospec(Bucket.write, side_effect=Bucket.write)
+    monkeypatch.setattr(Bucket, "write", write)
     run(data, "run", "--max_steps=8", "--eval_interval=1", URL)  # it evaluates after step 4
-    before = names[:names.index("ckpt_00000008.json")]
-    assert {"ckpt_00000008.pt", "best.pt", "metrics.jsonl"} <= {*before}
+    uploads = [call.args[1] for call in write.call_args_list]
+    before_the_json = uploads[:uploads.index("ckpt_00000008.json")]
+    assert {"ckpt_00000008.pt", "best.pt", "metrics.jsonl"} <= {*before_the_json}
 
 
 # One run: its folder, its bucket, its machine.
 
-def test_two_runs_are_not_mixed(data, front, out):
+def test_a_folder_and_a_bucket_of_two_runs_are_not_mixed(data, front, out):
     other = "--gcs_dir=gs://bucket/other"
     run(data, "first", "--max_steps=5", URL)
     assert "is complete" in run(data, out, *AUTO, other)  # a first bucket for a run that had none
@@ -219,7 +217,7 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
 # Stops.
 
 def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front):
-    """Although a cleaner removed out_dir, and the bucket fails twice. Two signals come, as under sweep.py."""
+    """A cleaner has removed out_dir, the bucket fails twice, and two signals come, as under sweep.py."""
     with begun(start_train(data, "run", *ENDLESS, "--checkpoint_interval=0", URL)) as process:
         wait_for(lambda: "step 1:" in Path("run/log.txt").read_text())
         shutil.rmtree("run")
@@ -250,7 +248,6 @@ def test_a_stop_ends_the_last_upload_of_a_complete_run(data, out, front, at_once
 
 SLOW_DISK = """
 import time
-from functools import partial
 from runtime import checkpoint
 _write = checkpoint.Checkpoints.write
 def write(self, *arguments):
@@ -258,6 +255,8 @@ def write(self, *arguments):
     return _write(self, *arguments)
 checkpoint.Checkpoints.write = write
 """
+
+
 @pytest.mark.parametrize("names, code", [
     ("SIGTERM SIGTERM SIGHUP SIGTERM SIGINT", 3), ("SIGTERM SIGINT SIGINT", -signal.SIGKILL)])
 def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, names, code):
@@ -278,7 +277,6 @@ def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, names, code
 # A sequence takes a tenth of a second, in training or in an evaluation.
 SLOW_STEPS = """
 import time
-from functools import partial
 import model
 from runtime import device, log
 new(slow_training=True)
@@ -339,7 +337,7 @@ def test_nohup_keeps_a_run_that_loses_its_terminal(data):
 
 
 def test_c_code_that_keeps_pythons_lock_is_ended():
-    """No Python thread can end it."""
+    """No thread of Python can end the process."""
     hang = "process.restart_watchdog(1, suspended=1); ctypes.PyDLL(None).sleep(60)"
     code = f"import ctypes, sys; sys.path.append({ROOT!r}); from runtime import process; {hang}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
@@ -369,7 +367,7 @@ def test_a_stop_ends_the_attempts_at_a_request(data, front):
 
 def test_ranks_end_with_torchruns_agent(data):
     command = ["--standalone", "--nproc-per-node=1", train.__file__, *arguments(data, "run", *ENDLESS)]
-    with begun(TrainProcess(command, script="torch.distributed.run")) as agent:
+    with begun(start_script("torch.distributed.run", command)) as agent:
         rank, = children(agent.pid)
     wait_for(lambda: not os.path.exists(f"/proc/{rank}"))
 
@@ -389,12 +387,14 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole):
     assert "ckpt_00000040.json" in in_bucket()
 
 
-def test_a_bucket_that_refuses_is_wrong_input_and_one_that_is_away_is_not(data, front):
-    """No time limit of rank 0, or of a peer that waits for it, counts the time until the bucket answers."""
+def test_a_bucket_that_refuses_is_wrong_input(data, front):
     front.denied = ("insert",)
     assert "status 403" in run(data, "run", *FLAGS, code=2)
     assert not os.path.exists("run")
-    front.denied = ()
+
+
+def test_no_time_limit_counts_the_time_until_a_bucket_answers(data, front):
+    """Rank 0 waits for the bucket, and its peer for rank 0."""
     front.script = [503] * 3  # seven seconds
     assert "trying again in 4 s" in two_ranks(data, [[URL, "--stall_timeout=6"]] * 2)[0]
 
@@ -414,7 +414,7 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front):
 
 
 def test_the_logs_outlive_a_full_disk_and_have_what_a_replicas_terminal_cannot_show(monkeypatch):
-    """A line that a full disk cuts off costs it and the next."""
+    """A line that a full disk cuts off is lost, and so is the next one."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     log = Log(SimpleNamespace(out_dir="run"), SimpleNamespace(rank=0, world=1, type="cpu", name=""), 0)
     log.print0("\xfc")
@@ -516,21 +516,27 @@ def test_two_hosts_of_which_one_has_the_files(data, front):
 
 
 def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front):
-    """Without a bucket, which has the newest checkpoint. torchrun may number the hosts anew."""
+    """torchrun may number the hosts anew. With a bucket, the newest checkpoint is there."""
     run(data, "host1/run", *SHALLOW)
+
+    # rank 0 has no checkpoint
     auto = ["--init_from=auto", "--max_steps=30"]
     for text in two_ranks(data, [auto] * 2, 2):
         assert "--out_dir=run has ckpt_00000020 on host 0, and no checkpoint on rank 0's: choose" in text
+
+    # rank 0 has an older one
     shutil.copytree("host1/run", "host0/run")
     flip_a_bit(Path("host0/run/ckpt_00000020.pt"))
     for text in two_ranks(data, [auto] * 2, 2):
         assert "ckpt_00000020 on host 0, and ckpt_00000010 on rank 0's: choose" in text
+
+    # a bucket says which one counts
     text, _ = two_ranks(data, [[*auto, URL]] * 2)
     assert "ckpt_00000010 on rank 0's: training goes on" in text and "training from step 10 to 30" in text
 
 
 def test_an_error_of_rank_0_that_nobody_expects_ends_all(data):
-    """Its traceback is on rank 0; the others raise a copy, which has none."""
+    """Rank 0 prints its traceback. The others raise a copy of the error, which has none."""
     Path("fork.py").write_text(BREAKS)
     texts = two_ranks(data, [["../fork.py", "--init_from=auto"]] * 2, 1)
     for text in texts:

@@ -61,7 +61,7 @@ def test_a_copy_by_symmetry_has_the_copy_of_the_answer(name, task):
 
 
 def test_a_run_on_two_sizes_resumes_with_the_same_bits():
-    """One step in two is on the other size. Its weights then begin a run of the other size alone."""
+    """Every second step is on the other size. The weights can then begin a run of the other size alone."""
     for size in 4, 6:
         prepare(f"data{size}", source="generate", size=size, num_train=40, num_test=20, num_aug=0)
     forks = [f"{ROOT}/examples/{name}.py" for name in ("houses", "soap", "sizes")]
@@ -76,9 +76,11 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     text = run("data6", "resumed", *flags, "--other_data_path=data6", "--init_from=auto", code=2)
     assert "was trained on another dataset" in text
     assert "other_interval=0 must be at least 1" in run("data6", "new", *flags, "--other_interval=0", code=2)
-    # and the other size is seen
+
+    # without the other size the weights are others
     run("data6", "alone", *flags, "--other_interval=100")
     assert not same(last_weights("alone"), last_weights("whole"))
+
     run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
 
 
@@ -111,7 +113,7 @@ def see_units():
 
 
 def test_a_candidate_sees_the_units_that_its_task_has():
-    """Latin squares have rows and columns."""
+    """Latin squares have rows and columns, and no boxes."""
     in_new_process(see_units)
 
 
@@ -134,5 +136,5 @@ def test_soap_moves_equally_along_each_singular_vector_of_a_constant_gradient():
 
 
 def test_a_puzzle_alone_finds_a_model_for_every_size():
-    """Which test_play.py asks for puzzles of every size."""
+    """test_play.py asks such a model for puzzles of every size."""
     assert solve.choose_model("." * 256).name == "sudoku.pt"

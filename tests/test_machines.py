@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, TrainProcess, curve, hosts, run, start_train
+from helpers import TINY, curve, hosts, run, start_script, start_train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,18 +38,20 @@ def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_bins,
 
 
 def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch, capsys):
-    """As without Triton or a C compiler, after a run of this process whose step was compiled."""
+    """Compiling fails where Triton or a C compiler is missing. A run before it has compiled its step."""
     torch._dynamo.reset()
     flags = ["--max_steps=2", "--eval_final_max_puzzles=16"]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert "L_cycles 1, any compiling included" in run(data, "compiled", *flags, "--compile=on")
+
+    # --compile=on: it is an error
     torch._dynamo.reset()
     failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError("no compiler")))
     monkeypatch.setattr(torch, "compile", failing)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         run(data, "run", *flags, "--compile=on")
 
-    # compile=auto compiles on GPUs alone
+    # --compile=auto, which compiles on GPUs alone: the step runs as it is
     monkeypatch.setattr(devices.Device, "compile", compile_as_on_a_gpu)
     assert "L_cycles 1, not compiled" in run(data, "other", *flags, "--compile=auto")
     assert "torch.compile failed: BackendCompilerFailed: " in capsys.readouterr().err
@@ -93,7 +95,7 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, is
 
 
 def test_a_full_memory_names_the_sequences_at_a_time(data):
-    """What the run that goes on has, and the share of a replica. One sequence cannot be divided."""
+    """A resume has them from its checkpoint, a new run from its batch. One sequence cannot be divided."""
     Path("full.py").write_text("import torch, train\n_full = torch.OutOfMemoryError('CUDA out of memory')\n"
                                "def _fail(*args): raise _full\ntrain.train_step = _fail\n")
     run(data, "run", "--micro_batch_size=4", "--max_steps=1", "--eval_max_puzzles=16")
@@ -104,7 +106,7 @@ def test_a_full_memory_names_the_sequences_at_a_time(data):
         assert advice in run(data, "run", "full.py", *flags, code=2)
 
 
-def test_what_a_full_memory_is():
+def test_a_full_memory_is_known_in_each_of_its_errors():
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.exc import InductorError
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -198,7 +200,7 @@ def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, mon
 def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):
     flags = [flag for flag in TINY if "batch_size" not in flag]
     flags += [f"--data_path={random_puzzles}", "--device=cpu", "--steps=1"]
-    ranks = [TrainProcess(flags, script="bench", **environment) for environment in hosts(2)]
+    ranks = [start_script("bench", flags, **environment) for environment in hosts(2)]
     figures = json.loads(ranks[0].output().splitlines()[-1])
     ranks[1].output()
     assert figures["replicas"] == 2 and figures["global_batch_size"] == 2 * figures["sequences_at_a_time"]

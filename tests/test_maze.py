@@ -111,14 +111,18 @@ ANSWERS = {  # to MAZE: whether it is valid and optimal
 }
 
 
-def test_path_metrics():
-    """Alike for a maze and its turns; a solution has the question's walls, too."""
+def test_a_path_is_valid_if_it_reaches_the_goal_and_optimal_if_none_is_shorter():
+    """A maze and its turns are judged alike. A solution must have the walls of the question, too."""
     question, label = tokens(*MAZE)
     answers = tokens(*ANSWERS)
     for turn in dihedral(5):
         valid, optimal = path_metrics(question[None, turn], answers[:, turn])
         assert list(zip(valid, optimal)) == list(ANSWERS.values())
+
+    # the walls
     assert np.flatnonzero(maze_of(5).judge(question[None], answers).solved).tolist() == [0, 1]
+
+    # the metrics of an evaluation
     arrays = dict(inputs=question[None], labels=label[None], preds=answers, surest_preds=answers[:3])
     assert judgements(maze_of(5).task, arrays) == dict(
         path_valid=4, path_optimal=3, surest_path_valid=3, surest_path_optimal=2, surest_accuracy=1)

@@ -1,15 +1,15 @@
 """Runs that follow each other in one process, as in a notebook: each leaves the process as it was."""
 from pathlib import Path
 
-from helpers import ROOT, TINY, TrainProcess, arguments
+from helpers import ROOT, TINY, arguments, start_script
 
-# The four runs share a folder: the second one has failed there, the third one was interrupted.
+# Five runs: the last two resume the one that was interrupted and the one that has failed.
 NOTEBOOK = """
 import os, signal, sys, threading, time
 import configurator, train
 from runtime.process import STOP, STOP_SIGNALS
 
-def look():
+def state_of_process():
     wakeup = signal.set_wakeup_fd(-1)
     return [signal.getsignal(number) for number in STOP_SIGNALS], wakeup, dict(os.environ), STOP.is_set()
 
@@ -21,9 +21,10 @@ def run(*flags):
     except BaseException as error:
         sys.last_value = error  # a notebook keeps the last error, and what its frames hold
         print("end:", repr(error))
-    assert look() == before
+    assert state_of_process() == before
+    # another cell is interrupted as if there had been no run
     try:
-        os.kill(os.getpid(), signal.SIGINT)  # of another cell
+        os.kill(os.getpid(), signal.SIGINT)
         signal.pause()
     except KeyboardInterrupt:
         pass
@@ -35,11 +36,13 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 os.environ["PJRT_DEVICE"] = "CPU"
-before = look()
+before = state_of_process()
+# complete, not finite, interrupted
 run("--out_dir=first", "--max_steps=2")
 run("--out_dir=second", "--max_steps=100000", "--lr=1e9", "--weight_decay=1e9")
 threading.Thread(target=interrupt).start()
 run("--out_dir=third", "--max_steps=100000", "--eval_final_max_puzzles=8")
+# the last two go on in the folders of these
 run("--out_dir=third", "--max_steps=100000", "--init_from=auto", "--eval_only")
 run("--out_dir=second", "--max_steps=2", "--init_from=auto")
 """
@@ -47,7 +50,7 @@ run("--out_dir=second", "--max_steps=2", "--init_from=auto")
 
 def test_runs_of_one_process_leave_it_as_it_was(data):
     Path("notebook.py").write_text(NOTEBOOK)
-    text = TrainProcess([f"--data_path={data}", *TINY, "--device=cpu"], script="notebook.py").output()
+    text = start_script("notebook.py", [f"--data_path={data}", *TINY, "--device=cpu"]).output()
     ends = [line[5:] for line in text.splitlines() if line.startswith("end: ")]
     assert ends[0] == "complete" and "not finite" in ends[1]
     assert ends[2:] == ["SystemExit(3)", "complete", "complete"]
@@ -65,5 +68,5 @@ command.join()
 def test_a_command_in_a_thread_trains_without_handlers(data):
     Path("thread.py").write_text(IN_A_THREAD)
     argv = [f"{ROOT}/train.py", *arguments(data, "run", "--max_steps=2")]
-    text = TrainProcess(argv, script="thread.py").output()
+    text = start_script("thread.py", argv).output()
     assert "trained 2 steps" in text and "not in the main thread" in text

@@ -13,7 +13,7 @@ each_file = pytest.mark.parametrize("path", parity.FILES, ids=os.path.basename)
 
 @each_file
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
-def test_golden(path, micro_batch_size):
+def test_training_repeats_the_official_codes_recorded_steps(path, micro_batch_size):
     parity.Replay(path, "cpu", micro_batch_size=micro_batch_size).compare_all()
 
 
@@ -24,7 +24,7 @@ def test_an_unknown_device_is_an_error():
 
 @pytest.mark.xla
 @each_file
-def test_golden_on_two_replicas_of_xla(path):
+def test_two_replicas_of_xla_repeat_them_too(path):
     on_replicas(2, xla_replay, path)
 
 

@@ -15,7 +15,7 @@ import play
 import pytest
 import solve
 import torch
-from helpers import ROOT, TrainProcess, newest
+from helpers import ROOT, newest, start_script
 
 import model
 import weights
@@ -59,7 +59,7 @@ def test_one_of_several_right_answers_is_not_shown_as_the_answer(models_folder, 
 
 
 def test_page_writes_no_html():
-    """What somebody types, or a file holds, is text."""
+    """What somebody types, or a file holds, is shown as text."""
     assert "innerHTML" not in Path(ROOT, "scripts/play.html").read_text()
 
 
@@ -198,7 +198,7 @@ def test_page_solves_a_test_puzzle_and_plays_the_steps(browser, page):
 
 
 def test_page_marks_what_is_wrong(browser, page):
-    """The cells unlike the known answer; without one, those that break a rule, a row of them as a row."""
+    """It marks cells unlike the known answer. Without one, it marks rows and cells that break a rule."""
     browser.open(page)
     browser.solve(number=2)
     status = "(show(1), $('status').textContent)"
@@ -269,7 +269,7 @@ MAZE = "S #.0#\n#_?*##\n" + "##  ##\n" * 3 + "##G  #"
     ("model.pt", FRAMED, "12" + "." * 4 + "3" + "." * 8 + "4"),
     ("maze", MAZE, "S #  ##   ##" + "##  ##" * 3 + "##G  #")], ids=["frame", "maze"])
 def test_page_takes_pasted_grids(browser, page_of, name, text, question):
-    """Line ends, spaces and rulers that are no symbols go; the signs of empty cells are one."""
+    """Line ends, spaces and rulers go unless they are symbols. Any sign of an empty cell will do."""
     browser.open(page_of(name))
     assert browser.paste(text) == "⚠ "
     assert browser.js("question.join('')") == question
@@ -277,7 +277,7 @@ def test_page_takes_pasted_grids(browser, page_of, name, text, question):
 
 
 def test_page_solves_what_was_typed_or_chosen_beside_the_board(browser, page):
-    """A number, the next puzzle, and a line without "Use"."""
+    """It may be a number, the next puzzle, or a line of text for which nobody clicked "Use"."""
     browser.open(page)
     browser.js("$('number').select()")
     browser.press("7")
@@ -332,15 +332,18 @@ MODELS = ["sudoku", "sudoku-6x6", "maze-6x6"]  # in this order
 
 def check_answers(browser, path):
     """Checks the first steps of the page at test puzzle 2 against weights.watch's, q_halt within 1e-3."""
+    # the page's steps
     browser.js("choose(2)")
     browser.click("#solve")
     browser.until("stepsOf(0).length >= 3")
+
+    # Python's steps, and both compared
     trm, settings = solve.load(path, ["--eval_halt_max_steps=3", "--eval_attempts=1", "--eval_patience=0"])
     kind = kind_of(trm.task)
     question = trm.test_puzzles["inputs"][1].numpy()
     for line, step in zip(browser.js("stepsOf(0)"), weights.watch(settings, trm, question)):
         assert "".join(line["answer"]) == kind.text(step.answer)
-        ours, theirs = np.log(1 / np.array([line["sure"], step.confidence]) - 1)
+        ours, theirs = np.log(1 / np.array([line["sure"], step.confidence]) - 1)  # -q_halt
         assert abs(ours - theirs) < 1e-3
         if step.judgement:
             broken = np.flatnonzero(step.judgement.broken).tolist()
@@ -350,7 +353,7 @@ def check_answers(browser, path):
 def test_demo_is_what_export_writes():
     """If not: rm docs/demo.html, and python scripts/export.py with these arguments."""
     paths = [f"{ROOT}/models/{name}.pt" for name in MODELS]
-    TrainProcess([*paths, "demo.html"], script="export").output()
+    start_script("export", [*paths, "demo.html"]).output()
     page = Path("demo.html").read_bytes()
     assert page == Path(DEMO).read_bytes() and len(page) <= 3_000_000
 
@@ -409,12 +412,12 @@ HOUSES = f"{ROOT}/examples/houses.py"
 
 
 def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, models_folder):
-    """By examples/houses.py. The page computes its other model without the fork."""
+    """A run of examples/houses.py is such a model. The page computes its second model without the fork."""
     houses = f"{models_folder}/houses"
     plain = f"{models_folder}/model.pt"
     flags = ["--eval_halt_max_steps=3", "--eval_patience=1"]
-    TrainProcess([houses, plain, *flags, "page.html"], script="export").output()
-    TrainProcess([houses, os.path.relpath(HOUSES), "named.html"], script="export").output()
+    start_script("export", [houses, plain, *flags, "page.html"]).output()
+    start_script("export", [houses, os.path.relpath(HOUSES), "named.html"]).output()
     url = f"file://{os.getcwd()}/page.html"
     browser.open(url)
     ends_early = []
@@ -427,7 +430,7 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
         boards[:, ::5] = EMPTY
         Path("questions").write_text("\n".join(map(Sudoku(Sudoku.new_task(rows)).text, boards)))
         argv = [houses, "questions", *flags, f"--output={rows}.csv"]
-        TrainProcess(argv, script="solve").output()
+        start_script("solve", argv).output()
 
         # and in the page, where a digit may tie with another one
         for _, row in csv_rows(f"{rows}.csv"):
@@ -467,12 +470,12 @@ model.TRM = Other
     (["houses", HOUSES, ENTROPY, "page.html"], "houses: engine.js does not know the weights"),
     (["model.pt", ENTROPY, "page.HTML"], "")])
 def test_models_that_no_page_can_run_are_refused(models_folder, argv, words):
-    """A fork of the loss and the metrics is not, as README writes it."""
+    """The last case is not refused: README's fork changes the loss and the metrics, and no answer."""
     save_model(models_folder, "model.pt", {})
     save_model(models_folder, "identifiers.pt", dict(puzzle_emb_ndim=32), num_puzzle_identifiers=2)
     torch.save(torch.load("model.pt") | dict(forks={"gone.py": "12345678"}), "fork.pt")
     Path("other.py").write_text(OTHER_NETWORK)
     os.symlink(models_folder / "houses", "houses")
-    text = TrainProcess(argv, script="export").output(2 if words else 0)
+    text = start_script("export", argv).output(2 if words else 0)
     assert words in text and not Path("page.html").exists()
     assert words or Path("page.HTML").read_text().startswith("<!doctype html>")

@@ -70,7 +70,8 @@ def test_a_group_has_a_table_a_law_and_a_picture():
 def test_lines_count_by_their_steps(run_report):
     write_run("exp02a")
     assert "| exp02a | 1 | 80 | 10 | 5 | 2 | 360 |" in run_report("exp02a")
-    # a line for the first 6000 steps, of 0.9 s, and one for 2000, of 2.7 s
+
+    # the same run with a line for the first 6000 steps, of 0.9 s, and one for 2000, of 2.7 s
     path = Path("exp02a/metrics.jsonl")
     text = re.sub('"step": [24]000, "train.*', "", path.read_text())
     path.write_text(re.sub('(8000, "train.*step_time": )0.9', r"\g<1>2.7", text))
@@ -108,15 +109,15 @@ def test_a_run_of_train_py_that_moved_to_other_hardware_names_both(data, out, ru
     assert ours.startswith("1 x cpu (") and other == ours.replace("1", "9", 1)
 
 
-@pytest.mark.parametrize("pattern, instead, status", [
+@pytest.mark.parametrize("pattern, damage, status", [
     ('.*"step": 4000, "train.*}\n', "\0\0\0\0\n", "- 2 of 2 runs are complete\n"),  # what a crash left
     ('"perf/', '"', "- 2 of 2 runs are complete\n"),  # every step compiled
     ('"final".*\n', '"fin', "- 1 of 2 runs are complete\n- {path}: EOFError: the run is unfinished\n")])
-def test_damage_costs_at_most_the_run_that_has_it(run_report, pattern, instead, status):
-    for name in "damaged", "whole":
-        write_run(name, epochs=len(name))
+def test_damage_costs_at_most_the_run_that_has_it(run_report, pattern, damage, status):
+    write_run("whole")
+    write_run("damaged", epochs=7)
     path = Path("damaged/metrics.jsonl")
-    path.write_text(re.sub(pattern, lambda _: instead, path.read_text(), count="perf" not in pattern))
+    path.write_text(re.sub(pattern, damage, path.read_text()))
     assert status.format(path=path) in run_report(".")
 
 

@@ -9,13 +9,13 @@ import pytest
 from helpers import (
     DATA,
     ROOT,
-    TrainProcess,
     hosts,
     in_new_process,
     last_weights,
     newest,
     run,
     same,
+    start_script,
     start_train,
     xla_environment,
 )
@@ -66,7 +66,7 @@ def check_resume(first, text, out):
 
 @pytest.mark.xla
 def test_a_relative_config_file_on_two_replicas_of_xla(data):
-    """Which a process of its own runs, as on a TPU. test_copies.py starts a run there."""
+    """The replicas have a process of their own, as on a TPU. test_copies.py starts a run there."""
     start_train(data, "run", "relative.py", *BEGIN).output()
     first = saved()
     how = "--device=xla", "--compile=off"
@@ -75,7 +75,7 @@ def test_a_relative_config_file_on_two_replicas_of_xla(data):
 
 
 def test_a_relative_config_file_on_two_hosts_that_share_no_folder(data):
-    """Only rank 0's has checkpoints."""
+    """Only the host of rank 0 has checkpoints."""
     def train_on_both(*flags):
         ranks = [start_train(data, str(rank), "relative.py", *flags, **environment)
                  for rank, environment in enumerate(hosts(2))]
@@ -87,11 +87,12 @@ def test_a_relative_config_file_on_two_hosts_that_share_no_folder(data):
 
 
 def test_what_a_flag_or_a_file_says_wins_and_is_logged(data):
-    """num_heads is of attention, which this model has not."""
+    """num_heads may change, since this model has no attention."""
     run(data, "run", "--max_steps=2", "--weight_decay=0.5")
     Path("again.py").write_text("lr = 3e-4\nema_rate = 0.999")
-    text = TrainProcess(["--out_dir=run", "--device=cpu", "--init_from=resume", "again.py", "--beta1=0.8",
-                         "--num_heads=4", "--max_steps=3"]).output()
+    again = ["--out_dir=run", "--device=cpu", "--init_from=resume", "again.py", "--beta1=0.8",
+             "--num_heads=4", "--max_steps=3"]
+    text = start_script("train", again).output()
     changed = re.findall("(.*); the checkpoint had (.*)", text)
     assert {("beta1 is 0.8", "0.9"), ("log_interval is 10", "5"), ("lr is 0.0003", "0.002"),
             ("max_steps is 3", "2"), ("num_heads is 4", "2")} == {*changed}
@@ -99,24 +100,24 @@ def test_what_a_flag_or_a_file_says_wins_and_is_logged(data):
 
 
 def test_the_settings_come_from_the_checkpoint_that_is_resumed(data):
-    """Not from a newer one with a damaged .json."""
+    """The newest checkpoint has a damaged .json, so the one before it is resumed."""
     run(data, "run", "--max_steps=4", "--checkpoint_interval=2")
     first = saved()
     Path("run/ckpt_00000004.json").write_text("{")
-    text = TrainProcess(["--out_dir=run", "--device=cpu", "--init_from=resume"]).output()
+    text = start_script("train", ["--out_dir=run", "--device=cpu", "--init_from=resume"]).output()
     assert "skipped" in text and "training from step 2 to 4" in text and saved() == first
 
 
 def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front):
-    """But for data_prepare: a checkpoint may be a stranger's, and executes no command."""
+    """It does not take data_prepare: a checkpoint may be a stranger's, and must execute no command."""
     bucket = "--gcs_dir=gs://bucket/run"
     prepare = f"--data_prepare=prepare_sudoku.py {DATA} --output_dir=data"  # beside train.py
     text = start_train("data", "first", bucket, "--max_steps=2", prepare).output()
     assert "training puzzles: 64" in text and "Train on it" not in text  # train.py goes on by itself
     shutil.rmtree("data")
     own = "--out_dir=second", bucket, "--device=cpu", "--init_from=resume", "--max_steps=3"
-    assert "data" in TrainProcess(own).output(2) and not os.path.exists("data")
-    TrainProcess([*own, prepare]).output()
+    assert "data" in start_script("train", own).output(2) and not os.path.exists("data")
+    start_script("train", [*own, prepare]).output()
     assert saved("second") == saved("first") | dict(max_steps=3)
 
 
@@ -134,13 +135,13 @@ def test_the_weights_of_attention_are_resumed_only_by_the_same_model(data, flag,
 
 
 def test_epochs_of_the_command_set_the_length(data):
-    """Not max_steps of the checkpoint."""
+    """The checkpoint's max_steps does not count."""
     run(data, "run", "--max_steps=2")
     assert "training from step 2 to 4" in run(data, "run", "--init_from=resume", "--epochs=1")
 
 
 def test_a_resume_on_another_device_has_the_dtype_that_was_asked_for(data, monkeypatch):
-    """The first one would emulate it, and computes in another."""
+    """The first device would emulate bfloat16, and computes in float32 instead."""
     flags = "--forward_dtype=bfloat16", "--checkpoint_interval=1"
     with monkeypatch.context() as patch:
         patch.setattr(Device, "fastest_dtype", lambda device: ("float32", "it has no units"))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import solve
 import torch
-from helpers import ROOT, TrainProcess, flip_a_bit, run
+from helpers import ROOT, flip_a_bit, run, start_script
 from test_forks import flags_of
 
 import evaluate
@@ -64,8 +64,8 @@ def test_a_model_file_needs_no_dataset_and_no_fork(evaluation):
     solve.load("alone.pt", [])
 
 
-def test_weights_that_other_code_has_wrapped(evaluation):
-    """By the names of wrappers, and in a dict; the average beside them counts."""
+def test_weights_that_other_code_has_wrapped_can_be_exported(evaluation):
+    """Wrappers add prefixes to the names, and a dict around them. The average beside the weights counts."""
     prefix = "module._orig_mod.model.inner."
     named = torch.load("official.pt")
     wrapped = {prefix + name.removeprefix(export.PREFIX): t for name, t in named.items()}
@@ -85,9 +85,9 @@ def test_a_fork_solves_and_is_named_without_its_file(data):
     Path(fork).write_text(Path(f"{ROOT}/examples/rsm.py").read_text() + "# changed")
     run(data, "run", *flags_of(fork, "--max_steps=2"))
     question = "." * 16
-    text = TrainProcess(["run", fork, question, "--eval_halt_max_steps=3"], script="solve").output()
+    text = start_script("solve", ["run", fork, question, "--eval_halt_max_steps=3"]).output()
     assert "not sure after 3 steps" in text
-    text = TrainProcess(["run", question], script="solve").output(2)
+    text = start_script("solve", ["run", question]).output(2)
     assert "it was trained with rsm.py" in text
 
 
@@ -120,7 +120,7 @@ def test_damaged_model_files_are_refused_and_not_executed():
 
 # Answers
 
-def test_steps_of_a_puzzle(run_solve, solved):
+def test_each_step_of_a_puzzle_is_shown(run_solve, solved):
     text = run_solve("model.pt", solved[0], "--steps", "--eval_halt_max_steps=9")
     assert solved[1] in text.splitlines() and "a solution: all rules" in text and "step 1: " in text
 
@@ -180,13 +180,13 @@ def test_without_rules_the_column_answer_judges(run_solve):
     assert [row["result"] for row in rows] == list(results.values())
 
 
-def test_mazes_of_any_size_and_attempts(run_solve):
+def test_a_maze_of_another_size_takes_several_attempts(run_solve):
     maze = "S" + " " * 62 + "G"
     text = run_solve("maze", maze, "--cells=64", "--eval_attempts=4")
     assert re.search(r"not sure after \d+ steps, attempts: 4", text)
 
 
-def test_pictures(run_solve, solved):
+def test_a_puzzle_is_drawn_as_a_picture_or_an_animation(run_solve, solved):
     image = pytest.importorskip("PIL.Image")
     for name in "a.png", "a.gif":
         run_solve("sudoku", solved[0], f"--plot={name}", "--eval_attempts=1")
@@ -209,7 +209,7 @@ def test_pictures(run_solve, solved):
     (["sudoku", "puzzles.csv", "--plot=a.gif"], "--steps and --plot show one puzzle"),
     (["maze", "S  G", "--cells=60"], "a puzzle is a line of 49 cells"),
     (["sudoku", "S  G", "--cells=81"], "sudoku/ckpt_00000070.pt: ")])
-def test_wrong_input_is_one_line(argv, words):
+def test_wrong_input_is_named(argv, words):
     Path("puzzles.csv").write_text(f"question\n{'.' * 16}\n")
     Path("empty.tsv").write_text(f"note\tquestion\na\t---\nb\t{'.' * 16}\n")
     with pytest.raises(UserError, match=re.escape(words)):

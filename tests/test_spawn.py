@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 from helpers import (
-    TrainProcess,
     arguments,
     begun,
     in_new_process,
+    start_script,
     start_train,
     stored,
     xla_environment,
@@ -238,7 +238,7 @@ def test_kaggles_image_has_eight_processes(data):
     # torch_xla, where another test imports it, sets PJRT_DEVICE
     variables = KAGGLE | dict(CLOUD_TPU_TASK_ID="0", TPU_PROCESS_BOUNDS="1,1,1", PJRT_DEVICE="")
     flags = arguments(data, "run", "fork.py", "--device=auto")
-    text = TrainProcess(flags, **variables).output()
+    text = start_script("train", flags, **variables).output()
     first, *processes = [line for line in text.splitlines() if "localhost:" in line or "device" in line]
     addresses = ",".join(f"localhost:{port}" for port in range(8476, 8484))
     assert processes == [f"{addresses} {rank}" for rank in range(8)], text

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import sweep as script
-from helpers import ROOT, TINY, TrainProcess, begun, lines, wait_for
+from helpers import ROOT, TINY, begun, lines, start_script, wait_for
 
 FLAGS = [*TINY, "--halt_max_steps=2", "--micro_batch_size=0", "--checkpoint_interval=20", "--max_steps=120",
          "--wandb_log=False", "--device=cpu", "--lr=1e-4"]
@@ -20,7 +20,7 @@ class Popen:
     """Stands for subprocess.Popen, and runs train.py in a process that need not import torch."""
 
     def __init__(self, command, env):
-        Popen.last = self.process = TrainProcess(command[2:])
+        Popen.last = self.process = start_script("train", command[2:])
         self.terminate = self.process.terminate
 
     def wait(self):
@@ -48,7 +48,7 @@ def sweep(capfd, monkeypatch):
 
 @pytest.fixture
 def flags(data, tmp_path):
-    """Train a tiny model in tmp_path."""
+    """Flags that train a tiny model in tmp_path."""
     return [*FLAGS, f"--data_path={data}", f"--out_dir={tmp_path}"]
 
 
@@ -91,9 +91,9 @@ def test_prepare_makes_the_data_of_two_runs_once(sweep, tmp_path):
     assert text.count("is missing; making it") == 1 and os.path.exists(path / "train")
 
 
-def test_a_stopped_run_saves_and_goes_on_and_that_of_a_killed_sweep_ends(flags, tmp_path):
-    """The pipe of their output closes once both have ended."""
-    start = partial(TrainProcess, ["exp08a", "exp08b", *flags, "--max_steps=3000"], cwd=ROOT, script="sweep")
+def test_a_run_saves_and_goes_on_after_a_stop_and_ends_with_a_killed_sweep(flags, tmp_path):
+    """output() returns once the sweep and its run have closed the pipe."""
+    start = partial(start_script, "sweep", ["exp08a", "exp08b", *flags, "--max_steps=3000"], cwd=ROOT)
     with begun(start(), "step 10/") as process:
         os.kill(process.pid, signal.SIGINT)
         text = process.output(3)
@@ -106,11 +106,12 @@ def test_a_stopped_run_saves_and_goes_on_and_that_of_a_killed_sweep_ends(flags, 
 
 
 def test_a_killed_run_is_resumed_a_failure_is_named_and_a_complete_run_is_skipped(sweep, flags, tmp_path):
+    # the first run has a damaged checkpoint alone
     (tmp_path / EMA_OFF).mkdir()
     for name in "ckpt_00000010.pt", "ckpt_00000010.json":
         (tmp_path / EMA_OFF / name).write_text("damaged")
-    failed = f"{EMA_OFF:32} failed with exit code 2\n{EMA:32}"
 
+    # the second one is killed
     def kill():
         wait_for((tmp_path / EMA / "ckpt_00000020.json").exists)
         Popen.last.kill()
@@ -118,8 +119,10 @@ def test_a_killed_run_is_resumed_a_failure_is_named_and_a_complete_run_is_skippe
     threading.Thread(target=kill).start()
     text = sweep("exp08a", "exp08b", *flags, code=1)
     assert "train.py: --init_from=auto: no complete checkpoint" in text and "resuming from" in text
-    assert f"{failed} complete\n" in text
+    assert f"{EMA_OFF:32} failed with exit code 2\n{EMA:32} complete\n" in text
     assert lines(tmp_path / EMA)[-1]["final"]
+
+    # the same sweep once more, and one with another setting
     assert sweep("exp08b", *flags, "--log_interval=9").startswith(f"{EMA:32} complete\n")
     with pytest.raises(script.UserError, match=r"holds a run with other settings \(lr=0.0001\): delete it"):
         sweep("exp08b", *flags, "--lr=0.5")

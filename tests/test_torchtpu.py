@@ -67,7 +67,7 @@ def run_on_tpu(tpu, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
-def test_golden(tpu, micro_batch_size):
+def test_training_repeats_the_official_codes_recorded_steps(tpu, micro_batch_size):
     code = f"""
 import parity
 for path in parity.FILES:

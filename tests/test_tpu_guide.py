@@ -15,7 +15,7 @@ import first_chip
 import jsonschema
 import pytest
 import yaml
-from helpers import DATA, ROOT, TINY, TrainProcess, code_cells, curve, run_config, xla_environment
+from helpers import DATA, ROOT, TINY, code_cells, curve, run_config, start_script, xla_environment
 from test_spawn import KAGGLE
 
 import train
@@ -50,7 +50,7 @@ def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatc
 
 @pytest.mark.xla
 def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, pyplot):
-    """Its cells, in order, through XLA on the CPU, with Kaggle's variables and folders, without internet."""
+    """Its cells run in order, with Kaggle's variables and folders, on XLA's CPU, without internet."""
     for name, value in (KAGGLE | xla_environment(2)).items():
         monkeypatch.setenv(name, value)
     flags = [*TINY, "--log_interval=1", "--eval_halt_max_steps=4", "--eval_final_max_puzzles=16"]
@@ -67,18 +67,19 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
     monkeypatch.setattr("socket.create_connection", mock.Mock(side_effect=OSError))
 
     def shell(command):
-        found = re.search(rf"{copy}/(?:scripts/)?(\w+)\.py (.*)", command)
-        if not found:
+        script_command = re.search(rf"{copy}/(?:scripts/)?(\w+)\.py (.*)", command)
+        if not script_command:
             if command.startswith("cp "):  # the others make TorchTPU's environment
                 subprocess.run(shlex.split(command), check=True)
             return
-        script, arguments = found[1], shlex.split(found[2])
+        script = script_command[1]
+        arguments = shlex.split(script_command[2])
         commands.append([script, *arguments])
         if script == "first_chip":  # it has a test of its own
             configure(first_chip.Settings, arguments)
         else:
             own = DATA.split() if script == "prepare_sudoku" else []
-            output[script] = TrainProcess([*arguments, *own], script=script).output()
+            output[script] = start_script(script, [*arguments, *own]).output()
 
     commands = []
     output = {}  # of each script
@@ -89,6 +90,8 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
         cell = re.sub('puzzle = ".*"', 'puzzle = "1..............4"', cell)
         exec(cell, space)
         space["flags"] = shlex.join([*flags, "--max_steps=4"])
+
+    # the commands, in order; training goes on where the earlier session has ended
     assert [" ".join(command[:2]) for command in commands[:3]] == [
         "first_chip --device=xla", "first_chip --device=tpu", "prepare_sudoku --source=generate"]
     assert "2 x xla" in output["train"] and "training from step 2 to 4" in output["train"]

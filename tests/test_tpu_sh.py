@@ -190,7 +190,7 @@ CASES = {  # how runs end: keep's exit code, words that it prints, runs and slic
 
 
 @pytest.mark.parametrize("fates, code, words, runs, slices", CASES.values(), ids=CASES)
-def test_keep(cloud, fates, code, words, runs, slices):
+def test_keep_restarts_a_run_until_it_is_complete(cloud, fates, code, words, runs, slices):
     cloud.plan(*fates)
     output = cloud.keep(code=code)
     assert words in output and output.count("run: complete") == (code == 0)
@@ -308,7 +308,7 @@ def test_stop_kills_a_run_that_does_not_end(cloud):
     cloud.wait_for(": stop_requested, python train.py")
 
 
-def test_step_by_step(cloud):
+def test_a_run_is_started_watched_and_deleted_by_hand(cloud):
     cloud.plan("running", "complete")
     cloud.tpu("run", *RUN)
     status = cloud.wait_for("training")
@@ -343,7 +343,7 @@ WRONG_INPUT = [
 ]
 
 
-def test_wrong_input(cloud):
+def test_wrong_input_is_named_in_one_line(cloud):
     for arguments, settings, words in WRONG_INPUT:
         [line] = cloud.tpu(*arguments.split(), **settings, code=2).splitlines()
         assert line.startswith("tpu.sh: ") and words in line
@@ -376,7 +376,7 @@ def test_the_real_gcloud_takes_all_commands_of_the_script_and_of_the_docs():
 
 # Other shell scripts.
 
-def test_shellcheck():
+def test_shell_scripts_pass_shellcheck():
     shellcheck = Path(sys.executable).with_name("shellcheck")
     scripts = [*ROOT.glob("scripts/*.sh"), ROOT / "tests/fake_gcloud.sh"]
     subprocess.run([shellcheck, *scripts], check=True)

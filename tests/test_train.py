@@ -1,5 +1,7 @@
-"""What a run logs, saves, resumes and exports: replica() in this process, at tiny sizes. test_resume.py and
-test_smoke.py run the command."""
+"""What a run logs, saves, resumes and exports: replica() in this process, at tiny sizes.
+
+test_resume.py and test_smoke.py run the command.
+"""
 import itertools
 import json
 import math
@@ -57,13 +59,14 @@ def test_a_run_logs_evaluates_and_saves(whole):
 
 
 def test_best_pt_is_the_best_evaluation_the_final_one_included(data, monkeypatch):
-    """ARC is judged by the tasks solved in two tries, puzzles with several right answers by the rules."""
-    accuracies = iter([0.2, 0.1, 0.3])
-    means = lambda ranks: {"eval/exact_accuracy": next(accuracies), "eval/loss": 1}  # noqa: E731
-    monkeypatch.setattr(evaluate, "means", means)
+    evaluations = [{"eval/exact_accuracy": accuracy, "eval/loss": 1} for accuracy in (0.2, 0.1, 0.3)]
+    monkeypatch.setattr(evaluate, "means", mock.Mock(side_effect=evaluations))
     run(data, "run", *WHOLE)
     best = json.loads(Path("run/best.json").read_text())
     assert best["step"] == 40 and best["metrics"] == {"eval/exact_accuracy": 0.3, "eval/loss": 1}
+
+
+def test_arc_is_scored_by_two_tries_and_other_puzzles_by_their_rules_if_they_have_any():
     values = {"eval/exact_accuracy": 0.5, "eval/valid_accuracy": 0.7}
     assert score(values) == 0.7 and score(values | {"eval/pass1": 0.1, "eval/pass2": 0.2}) == 0.2
 
@@ -71,7 +74,7 @@ def test_best_pt_is_the_best_evaluation_the_final_one_included(data, monkeypatch
 @pytest.mark.parametrize("flag, words", [
     ("--eval_interval=1", "in the evaluation at step 4"), ("--eval_interval=0", "in the final evaluation")])
 def test_an_average_that_is_not_finite_ends_the_run(data, monkeypatch, flag, words):
-    """The losses of training are those of the raw weights."""
+    """The losses of training do not show it, since they come from the raw weights."""
     def broken(run):
         return {name: w * math.inf for name, w in run.state["ema"].items()}, run.state["puzzle_emb"]
 
@@ -135,26 +138,22 @@ def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole):
     check_resume(data, whole[0], out, 0)
 
 
-def writes(seen):
-    """Returns Checkpoints.write with a call of seen(name) before."""
-    write = Checkpoints.write
-    return lambda self, name, *args: seen(name) or write(self, name, *args)
-
-
 def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, monkeypatch):
-    names = []
+    write = mock.create_autospec(Checkpoints.write, side_effect=Checkpoints.write)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="3"):
         patch.setattr(evaluate, "evaluate", lambda *args: {})  # as if a stop was requested
-        patch.setattr(Checkpoints, "write", writes(names.append))
+        patch.setattr(Checkpoints, "write", write)
         run(data, "run", *WHOLE, "--checkpoint_interval=8")
-    assert names == ["ckpt_00000008", "ckpt_00000016"]  # the second is not written again
+    # the checkpoint of step 16, after which the evaluation comes, is written once
+    assert [call.args[1] for call in write.call_args_list] == ["ckpt_00000008", "ckpt_00000016"]
+
     run(data, "run", *WHOLE, "--init_from=resume")
     assert curve("run", "eval/puzzles") == {16: 20, 32: 20, 40: 40}
 
 
 @pytest.mark.parametrize("last_saved", [0, 10])
 def test_best_pt_of_steps_that_a_run_did_not_take_counts_no_more(data, out, last_saved):
-    """After a kill a run begins again, or further back, and its settings may be others."""
+    """A run that was killed begins again, or further back, and its settings may be others by then."""
     Path(out, "best.json").write_text(json.dumps({"step": 32, "metrics": {"eval/exact_accuracy": 1.0}}))
     for step in range(last_saved + 10, 50, 10):
         remove(out, f"ckpt_{step:08d}.*")
@@ -164,14 +163,16 @@ def test_best_pt_of_steps_that_a_run_did_not_take_counts_no_more(data, out, last
 
 def test_a_kill_before_best_pt_is_whole_leaves_no_line_of_its_evaluation(data, monkeypatch):
     """A resume would not repeat the evaluation."""
-    monkeypatch.setattr(Checkpoints, "write", writes({}.__getitem__))
-    with pytest.raises(KeyError, match="best"):
+    write = mock.Mock(side_effect=RuntimeError("killed"))
+    monkeypatch.setattr(Checkpoints, "write", write)
+    with pytest.raises(RuntimeError, match="killed"):
         run(data, "run", *WHOLE, "--checkpoint_interval=0")
+    assert write.call_args.args[0] == "best"
     assert not curve("run", "eval/puzzles")
 
 
 def test_a_best_pt_that_cannot_be_written_costs_the_final_evaluation(data, monkeypatch):
-    """Which a resume makes up for."""
+    """A resume makes up for it."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="1"):
         patch.setattr(Checkpoints, "write", lambda self, name, *_: name != "best")
         run(data, "run", "--max_steps=1")

@@ -8,11 +8,10 @@ import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import TrainProcess, flip_a_bit, prepare
+from helpers import flip_a_bit, prepare, start_script
 
 import configurator
 import prepare_arc
@@ -20,9 +19,6 @@ import prepare_maze
 import prepare_sudoku
 import train
 
-MODULES = train, prepare_sudoku, prepare_maze, prepare_arc
-SCRIPTS = {Path(module.__file__).name: module for module in MODULES}
-T, P, M, A = SCRIPTS
 CONFIG = """
 data_path = "data/sudoku"
 out_dir = "out/new"
@@ -41,13 +37,14 @@ checkpoint_interval = 1
 forward_dtype = "float32"
 """
 HEADER = "source,question,answer,rating"
-# 4x4 and 3x3 puzzles, and wrong rows below them with the words of the error
+# a 4x4 Sudoku, and {wrong row: words of the error}
 GOOD = "me,1..3.42...1.2...,1243342143122134,0"
 PUZZLES = {
     "me,1..5.42...1.2...,1243342143122134,0": "the question has '5' in row 1, column 4",
     "me,1..3.42...1.....,124.342143122134,0": "row 1, column 4 of the answer breaks a rule",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
+# the same for a 3x3 maze
 MAZE = "me,S   #   G,Soo #o  G,0"
 MAZES = {
     "me,S   #  G,Soo #o G,0": "8 cells | not 3x3",
@@ -60,9 +57,9 @@ CSVS = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with a dataset, a run of two steps on it, and damaged, foreign and wrong files."""
-    folder = tmp_path_factory.mktemp("world")
+    folder = tmp_path_factory.mktemp("workspace")
     (folder / "tiny.py").write_text(CONFIG)
     for name, lines in CSVS.items():
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
@@ -71,7 +68,7 @@ def world(tmp_path_factory):
     for name, seed in (("sudoku", 0), ("other", 1)):
         prepare(folder / "data" / name, source="generate", size=4, num_train=16, num_test=4, num_aug=1,
                 seed=seed)
-    TrainProcess(["tiny.py", "--out_dir=out/run"], cwd=folder).output()
+    start_script("train", ["tiny.py", "--out_dir=out/run"], cwd=folder).output()
     damage_datasets(folder / "data")
     damage_checkpoints(folder)
     (folder / "out/file").write_text("a file\n")
@@ -87,7 +84,7 @@ def damage_datasets(folder):
 
 
 def damage_checkpoints(folder):
-    """Adds damaged checkpoints and foreign .pt files to a world, from out/run."""
+    """Adds damaged checkpoints and foreign .pt files, made from out/run."""
     path = folder / "out/run/ckpt_00000002.pt"
     for name in "cut.pt", "flipped.pt":
         shutil.copy(path, folder / name)
@@ -110,7 +107,7 @@ def snapshot(folder):
 
 
 def assert_refused(script, code, error, words, before, after):
-    """One line with all the words in it, exit code 2, and no file changed."""
+    """Checks that a command wrote one line with all the words, ended with 2, and changed no file."""
     assert code == 2 and error.startswith(f"{script}: ") and error.count("\n") == 1, error
     for word in words.split(" | "):
         assert word in error
@@ -167,6 +164,7 @@ TRAIN = {
     RESUME + "--data_path=data/other": "data/other | out/run | --out_dir",
     RESUME + "--max_steps=1": "out/run/ckpt_00000002.pt | max_steps",
     "--eval_only": "eval_only | --init_from=resume | --init_from=FILE"}
+# flags of prepare_sudoku.py
 MAKE = "--source=generate --size=4 --num_aug=0 "
 CSV = "--size=4 --num_aug=0 --output_dir=data/new --test_csv=good.csv "
 SUDOKU = {
@@ -194,25 +192,30 @@ ARC = {
     "--source=nowhere": "nowhere has no tasks for evaluation | source must be arc1, arc2, generate",
     "--source=generate --test_subset=tests": "test_subset=tests: it must be one of subsets=training,"}
 # (script, flags, words)
-CASES = []
-for script, table in (T, TRAIN), (P, SUDOKU), (M, MAZE_FLAGS), (A, ARC):
-    CASES += [(script, flags, words) for flags, words in table.items()]
-# (script, flags, the row of row.csv above the wrong one, the wrong row, words)
-ROWS = [(P, CSV, GOOD, row, words) for row, words in PUZZLES.items()]
-ROWS += [(P, f"{CSV} --min_difficulty=-1", GOOD, f"{GOOD}x", "rating '0x' is not a number")]
-ROWS += [(M, MAZE_CSV, MAZE, row, words) for row, words in MAZES.items()]
-@pytest.fixture
-def refuse(world, monkeypatch, capfd):
-    """A function that runs a script in the world: it must refuse its flags with all the words in one line."""
-    def refuse(script, flags, words):
-        files = ["tiny.py"] if script == T else []
-        monkeypatch.setattr(sys, "argv", [script, *files, *flags.split()])
-        before = snapshot(world)
-        with pytest.raises(SystemExit) as stop:
-            configurator.start(SCRIPTS[script].main, SCRIPTS[script].Settings)
-        assert_refused(script, stop.value.code, capfd.readouterr().err, words, before, snapshot(world))
+CASES = [(train, *case) for case in TRAIN.items()]
+CASES += [(prepare_sudoku, *case) for case in SUDOKU.items()]
+CASES += [(prepare_maze, *case) for case in MAZE_FLAGS.items()]
+CASES += [(prepare_arc, *case) for case in ARC.items()]
 
-    monkeypatch.chdir(world)
+# (script, flags, a good row, the wrong row below it, words)
+ROWS = [(prepare_sudoku, CSV, GOOD, *case) for case in PUZZLES.items()]
+ROWS += [(prepare_sudoku, f"{CSV} --min_difficulty=-1", GOOD, f"{GOOD}x", "rating '0x' is not a number")]
+ROWS += [(prepare_maze, MAZE_CSV, MAZE, *case) for case in MAZES.items()]
+
+
+@pytest.fixture
+def refuse(workspace, monkeypatch, capfd):
+    """A function that runs a script in the workspace, and checks that it refuses its flags in these words."""
+    def refuse(script, flags, words):
+        name = f"{script.__name__}.py"
+        files = ["tiny.py"] if script is train else []
+        monkeypatch.setattr(sys, "argv", [name, *files, *flags.split()])
+        before = snapshot(workspace)
+        with pytest.raises(SystemExit) as stop:
+            configurator.start(script.main, script.Settings)
+        assert_refused(name, stop.value.code, capfd.readouterr().err, words, before, snapshot(workspace))
+
+    monkeypatch.chdir(workspace)
     for variable in ("PJRT_DEVICE", "RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
@@ -220,13 +223,13 @@ def refuse(world, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("script, flags, words", CASES)
-def test_wrong_input(script, flags, words, refuse):
+def test_wrong_input_is_refused_in_one_line_and_changes_no_file(script, flags, words, refuse):
     refuse(script, flags, words)
 
 
-@pytest.mark.parametrize("script, flags, above, row, words", ROWS)
-def test_a_wrong_row_of_a_file(script, flags, above, row, words, refuse, world):
-    (world / "row.csv").write_text("\n".join([HEADER, above, row]))
+@pytest.mark.parametrize("script, flags, good, wrong, words", ROWS)
+def test_a_wrong_row_of_a_file_is_named_with_its_number(script, flags, good, wrong, words, refuse, workspace):
+    (workspace / "row.csv").write_text("\n".join([HEADER, good, wrong]))
     refuse(script, f"{flags} --train_csv=row.csv", f"row.csv:3 | {words}")
 
 
@@ -235,7 +238,7 @@ def test_a_wrong_row_of_a_file(script, flags, above, row, words, refuse, world):
     ("--device=xla", dict(PJRT_DEVICE="TPU"), "--device=xla needs torch_xla | PJRT_DEVICE=CPU"),
     ("--device=tpu", {}, "--device=tpu needs TorchTPU | requirements-torchtpu.txt"),
 ])
-def test_a_device_that_is_missing(flag, variables, words, world):
-    before = snapshot(world)
-    text = TrainProcess(["tiny.py", flag], cwd=world, **variables).output(2)
-    assert_refused("train.py", 2, text.splitlines(keepends=True)[-1], words, before, snapshot(world))
+def test_a_device_that_is_missing_is_wrong_input(flag, variables, words, workspace):
+    before = snapshot(workspace)
+    text = start_script("train", ["tiny.py", flag], cwd=workspace, **variables).output(2)
+    assert_refused("train.py", 2, text.splitlines(keepends=True)[-1], words, before, snapshot(workspace))
