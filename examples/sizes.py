@@ -23,17 +23,23 @@ _make_inputs = train.make_inputs
 _train_step = train.train_step
 
 
+def second_set(settings, train_set):
+    """Returns the second dataset, which the first one keeps."""
+    if not hasattr(train_set, "second"):
+        others = copy.copy(settings)
+        others.data_path = settings.other_data_path
+        others.data_prepare = settings.other_data_prepare
+        train_set.second, _ = data.load(data.get_dataset(others, train.STOP.is_set))
+    return train_set.second
+
+
 def length_of(settings, train_set, start):
     # a run calls this when it has opened its dataset, before it compares the data with its checkpoint's
     if settings.other_interval < 1:
         raise UserError(f"other_interval={settings.other_interval} must be at least 1")
     if not settings.eval_only:
-        others = copy.copy(settings)
-        others.data_path = settings.other_data_path
-        others.data_prepare = settings.other_data_prepare
-        train_set.other, _ = data.load(data.get_dataset(others, train.STOP.is_set))
         # a resume on another second dataset is refused, as on another first one
-        train_set.sha256 = data.json_hash([train_set.sha256, train_set.other.sha256])
+        train_set.sha256 = data.json_hash([train_set.sha256, second_set(settings, train_set).sha256])
     return _length_of(settings, train_set, start)
 
 
@@ -60,10 +66,11 @@ class Run(train.Run):
 
 
 def make_inputs(run, train_set, step, total_steps):
+    second = second_set(run.settings, train_set)
     if run.other_model is None:
-        run.build_other_model(train_set.other)
+        run.build_other_model(second)
     run.is_others_turn = step % run.settings.other_interval == run.settings.other_interval - 1
-    return _make_inputs(run, train_set.other if run.is_others_turn else train_set, step, total_steps)
+    return _make_inputs(run, second if run.is_others_turn else train_set, step, total_steps)
 
 
 def train_step(run, state, inputs, cycles):
