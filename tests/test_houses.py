@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import solve
 import torch
-from helpers import ROOT, in_new_process, last_weights, prepare, remove, run, same
+from helpers import ROOT, in_new_process, last_weights, prepare, remove, run, same, start_script
 
 import configurator
 import optim
@@ -82,6 +82,9 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     assert not same(last_weights("alone"), last_weights("whole"))
 
     run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
+
+    # bench.py measures both sizes
+    start_script("bench", [*flags, "--data_path=data6", "--global_batch_size=4", "--device=cpu"]).output()
 
 
 def see_ends():
