@@ -84,7 +84,8 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
 
     # bench.py measures both sizes
-    start_script("bench", [*flags, "--data_path=data6", "--global_batch_size=4", "--device=cpu"]).output()
+    bench_flags = ["--other_interval=3", "--data_path=data6", "--global_batch_size=4", "--device=cpu"]
+    start_script("bench", [*flags, *bench_flags]).output()
 
 
 def see_ends():
