@@ -68,11 +68,6 @@ def load_model(path, cells=0, defaults=None):
     return trm.eval()
 
 
-def sizes_of(kind):
-    """Returns the Kinds of Sudokus of every size for a Kind of Sudoku; other kinds stay as they are."""
-    return [kind.resized(rows * rows) for rows in BOXES]
-
-
 def fitting_kinds(trm):
     """Returns the Kinds of puzzles that the weights fit: the model's own, or every size of Sudoku.
 
@@ -81,7 +76,7 @@ def fitting_kinds(trm):
     """
     kind = kind_of(trm.task)
     has_rows = len(trm.embed_tokens.embedding_weight) == len(kind.symbols)
-    return [kind] if has_rows else sizes_of(kind)
+    return [kind] if has_rows else [kind.resized(rows * rows) for rows in BOXES]
 
 
 # ---------------------------------------------------------------------------------------------------------

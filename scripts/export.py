@@ -160,8 +160,9 @@ def page_content(path, train_arguments):
     if problem:
         raise UserError(f"{path}: {problem}: a page cannot compute it, scripts/solve.py can")
     kind = kind_of(trm.task)
+    kinds = weights.fitting_kinds(trm)
     # a TRM's page shows all steps; a model that fits every size says when an answer is final
-    patience = settings.eval_patience if len(weights.fitting_kinds(trm)) > 1 else 0
+    patience = settings.eval_patience if len(kinds) > 1 else 0
 
     # the test puzzles as text
     puzzles = []
@@ -192,7 +193,7 @@ def page_content(path, train_arguments):
     }
     return dict(
         run=run,
-        tasks=[kind.task for kind in weights.fitting_kinds(trm)],
+        tasks=[kind.task for kind in kinds],
         puzzles=puzzles,
         settings=network | trm.sizes | {"prefix": trm.prefix},
         weights=matrices,
