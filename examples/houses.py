@@ -84,8 +84,9 @@ class HouseTRM(model.TRM):
     def embed(self, inputs, puzzle_rows):
         # Unsolved sequences end after different numbers of steps, which follow from the puzzle: if all began
         # and ended together, an update would see one depth alone.
-        most = self.settings.halt_max_steps
-        self.last_steps = most - inputs.sum(-1) % (most // 2 + 1)
+        if self.training:
+            most = self.settings.halt_max_steps
+            self.last_steps = most - inputs.sum(-1) % (most // 2 + 1)
 
         # three states of each candidate
         digits = torch.arange(2, 2 + self.grid[1], device=inputs.device)
@@ -123,7 +124,8 @@ class HouseTRM(model.TRM):
         return values
 
     def halts(self, steps, q_halt, min_halt_steps):
-        return super().halts(steps, q_halt, min_halt_steps) | (steps >= self.last_steps)
+        last_steps, self.last_steps = self.last_steps, None
+        return super().halts(steps, q_halt, min_halt_steps) | (steps >= last_steps)
 
 
 model.LOSSES["bounded"] = bounded_loss

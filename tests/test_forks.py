@@ -28,7 +28,7 @@ import optim
 import train
 from runtime.errors import UserError
 
-EXAMPLES = "rsm infiloop fprm symbols houses"
+EXAMPLES = "rsm fprm symbols houses"
 FORK_PATHS = [f"{ROOT}/examples/{name}.py" for name in EXAMPLES.split()]
 FORK_PATHS += sorted(map(str, Path(ROOT, "tests/forks").glob("*.py")))
 FLAGS = [*DEEP, "--halt_max_steps=2", "--H_cycles_start=1", "--curriculum_epochs=3", "--puzzle_emb_ndim=0",
@@ -78,9 +78,9 @@ def xla_fork(rank, argv):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("names", ["rsm", "infiloop shampoo", "houses"])
+@pytest.mark.parametrize("names", ["rsm", "fprm shampoo", "houses"])
 def test_a_fork_trains_the_same_curve_on_two_replicas_of_xla(names, data):
-    """The latents of fprm and symbols differ from the usual ones as those of infiloop and houses do."""
+    """The latents of symbols differ from the usual ones as those of houses do."""
     fork, *others = [path for path in FORK_PATHS if Path(path).stem in names.split()]
     flags = flags_of(fork, *others, "--max_steps=3", "--lr=1e-4")
     run(data, "cpu", *flags)
