@@ -294,8 +294,9 @@ def test_generation_does_not_depend_on_the_number_of_processes(monkeypatch, capf
     assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
 
 
-def test_a_process_that_is_killed_before_its_work_is_done_is_an_error():
+def test_a_process_that_is_killed_before_its_work_is_done_is_an_error(monkeypatch):
     """A full memory kills one."""
+    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     with pytest.raises(TransientError, match="ended before its work"):
         next(prepare_files.in_parallel(os._exit))
 
