@@ -5,7 +5,6 @@ import os
 import re
 import time
 import webbrowser
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -420,7 +419,7 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
     start_script("export", [houses, os.path.relpath(HOUSES), "named.html"]).output()
     url = f"file://{os.getcwd()}/page.html"
     browser.open(url)
-    ends_early = []
+    num_steps = set()
     for rows, n in zip(BOXES, (9, 9, 6, 2, 1), strict=True):
         browser.click(f'input[value="{rows}×{rows}"]')
         assert browser.js("filled().length") == rows
@@ -440,12 +439,11 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
             assert sum(map(str.__ne__, answer, row["answer"])) <= 1
             assert abs(sure - float(row["certainty"])) < 1e-4 and row["attempts"] == "1"
 
-            # it ends where an answer stays, and nowhere else
+            # it ends after two of three steps if the first answer stays
             answers = browser.js("stepsOf(0).map(step => step.answer)")
-            *earlier, stays = (a == b for a, b in pairwise(answers))
-            assert not any(earlier) and (stays or len(answers) == 3)
-            ends_early.append(len(answers) < 3)
-    assert any(ends_early) and not all(ends_early), ends_early
+            assert len(answers) == 3 - (answers[0] == answers[1])
+            num_steps.add(len(answers))
+    assert num_steps == {2, 3}
     browser.open(f"{url}#1")
     check_answers(browser, plain)
 
