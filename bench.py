@@ -24,8 +24,8 @@ import train
 from configurator import From0, Rule
 from puzzles.writer import write_dataset
 from runtime import process
-from runtime.device import check_batch_size, peak_flops
-from runtime.engines import choose_device, open_device, spawner
+from runtime.device import peak_flops
+from runtime.engines import check_batch_size, choose_device, open_device, spawner
 from runtime.errors import reporting_full_memory
 from runtime.flops import flops_per_example
 

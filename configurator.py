@@ -41,13 +41,13 @@ FORKS = {}
 
 class Rule(NamedTuple):
     """The annotation of a setting: which values it may have."""
-    words: str
+    words: object  # what the value must be, or a function that returns this
     holds: Callable  # a function of the value; comparisons with NaN are false
 
 
 def one_of(names):
     """Returns the Rule of a setting that is one of `names`; a fork may add names to a dict."""
-    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
+    return Rule(lambda: f"one of {', '.join(names)}", lambda value: value in names)
 
 
 # sizes and steps become int32 numbers
@@ -324,7 +324,8 @@ def check_rules(settings_class, settings):
     for name, rule in settings_class.__annotations__.items():
         value = vars(settings).get(name)
         if isinstance(rule, Rule) and not rule.holds(value):
-            raise UserError(f"{name} must be {rule.words}, not {value!r}")
+            words = rule.words if isinstance(rule.words, str) else rule.words()
+            raise UserError(f"{name} must be {words}, not {value!r}")
 
 
 def print_help(settings_class):

@@ -172,14 +172,14 @@ class Dataset:
     def number_examples(self):
         """Numbers the examples of all versions; those of one version follow each other."""
         # the owner of each version's rows: itself, or its group
-        owners = np.arange(len(self.puzzle_identifiers))
+        row_owners = np.arange(len(self.puzzle_identifiers))
         if self.makes_versions:
-            owners = self.groups_of(owners)
+            row_owners = self.groups_of(row_owners)
         # version i has the examples example_indices[i]:example_indices[i + 1]
-        self.first_rows = self.row_indices[owners]
-        self.num_examples = np.diff(self.row_indices)[owners]
+        self.first_rows = self.row_indices[row_owners]
+        self.num_examples = np.diff(self.row_indices)[row_owners]
         self.example_indices = np.append(0, self.num_examples.cumsum())
-        self.mean_puzzle_examples = len(self) / len(owners)  # of a version; the files call it a puzzle
+        self.mean_puzzle_examples = len(self) / len(row_owners)  # of a version; the files call it a puzzle
         # in an epoch, a group contributes as many examples as its largest version has
         self.group_sizes = np.maximum.reduceat(self.num_examples, self.group_indices[:-1])
         self.epoch_examples = int(self.group_sizes.sum())
@@ -202,18 +202,18 @@ class Dataset:
         own_slice = rank_slice(batch_size, rank, world)
         positions = step * batch_size + np.arange(batch_size)[own_slice]
         epochs, positions = np.divmod(positions, self.epoch_examples)
-        parts = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs)]
+        own_positions = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs)]
 
         # ARC, also in the official code's datasets: a group brings all examples of a version
         if self.makes_versions or self.epoch_examples > self.total_groups:
             drawn = []
-            for epoch, own in parts:
+            for epoch, own in own_positions:
                 drawn.append([array[own] for array in draw_examples(self, seed, epoch)])
             versions, members, translation_draws = map(np.concatenate, zip(*drawn))
             return self._batch(versions, members, translation_draws)
 
         # Sudoku and mazes: a group brings one example, of a version that the step draws
-        groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in parts])
+        groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in own_positions])
         # an example has two numbers and uses the first: batches stay those of the runs in records/
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
         return self._batch(random_members(self.group_indices, groups, draws), members=0)
@@ -339,25 +339,25 @@ def draw_examples(dataset, seed, epoch):
     # a group brings as many examples as its largest version has; a smaller version repeats its examples
     groups = draw_groups(dataset, seed, epoch)
     sizes = dataset.group_sizes[groups]
-    owners = np.repeat(groups, sizes)
+    example_groups = np.repeat(groups, sizes)
     members = ranges(0 * sizes, sizes)
 
     # draw a version of each group
     rng = generator(seed, EXAMPLE, epoch)
     version_draws, fixed_draws = rng.random((2, len(groups)))
-    versions = random_members(dataset.group_indices, owners, version_draws[owners])
+    versions = random_members(dataset.group_indices, example_groups, version_draws[example_groups])
 
     # one example of each group, drawn at random, stays in place; translation_draws move the others
     fixed_members = (fixed_draws * dataset.group_sizes).astype(int)
-    translation_draws = rng.random((len(owners), 2))
-    translation_draws[members == fixed_members[owners]] = 0
+    translation_draws = rng.random((len(example_groups), 2))
+    translation_draws[members == fixed_members[example_groups]] = 0
     return versions, members % dataset.num_examples[versions], translation_draws
 
 
-def random_members(indices, owners, draws):
-    """Draws a member of each owner [b]: owner i has indices[i]:indices[i + 1]; draws [b]: from 0 to 1."""
-    start = indices[owners]
-    count = indices[owners + 1] - start
+def random_members(indices, groups, draws):
+    """Draws a member of each group [b]: group i has indices[i]:indices[i + 1]; draws [b]: from 0 to 1."""
+    start = indices[groups]
+    count = indices[groups + 1] - start
     return start + (draws * count).astype(int)
 
 

@@ -150,8 +150,8 @@ class TRM(nn.Module):
         """Returns the embedded question x [B, L, D]; inputs: tokens [B, S]; puzzle_rows: [B, D'] or None."""
         D = self.settings.hidden_size
         embedding = self.embed_tokens.embedding_weight
-        # A product with a one-hot matrix is exact, and so is its gradient's sum in float32. The gradient of
-        # a gather would be a scatter that sums in the low precision.
+        # A product with a one-hot matrix is exact, and sums its gradient in float32. The gradient of a gather
+        # would be a scatter that sums in the low precision.
         vocabulary = torch.arange(len(embedding), device=inputs.device, dtype=inputs.dtype)
         one_hot = inputs.unsqueeze(-1) == vocabulary  # [B, S, V]
         x = one_hot.to(embedding.dtype) @ embedding
@@ -257,7 +257,7 @@ class TRM(nn.Module):
     def init_weights(self, generator):
         """Draws truncated normals: deviation 1/sqrt(fan in) for matrices, 1 for the initial latents.
 
-        Layers of other types, and biases, which only forks have, keep torch's values.
+        Layers of other types and their biases, which only forks have, keep torch's values.
         """
         # embeddings and matrices, in the order of the modules
         for module in self.modules():

@@ -96,11 +96,11 @@ def new_task(settings, rows):
             "permute_symbols": "".join(dict.fromkeys(settings.permute_symbols)),
         }
     if settings.units:
-        manifest["units"] = [read_size("units", size) for size in settings.units.split(",")]
-        for rows, columns in manifest["units"]:
-            if grid[0] % rows or grid[1] % columns:
-                raise UserError(f"units={settings.units}: {rows}x{columns} does not divide the grid {grid}")
+        units = [read_size("units", size) for size in settings.units.split(",")]
+        manifest["units"] = sorted(units, key=lambda shape: 1 not in shape)  # lines come first
     task = task_of(manifest, math.prod(grid), len(symbols) + 1)
+    if settings.units:
+        kind_of(task).units()  # raises UserError for units that do not fit
     print(f"symbols: {symbols!r}; {symbols[0]!r} is an empty cell")
     return task
 

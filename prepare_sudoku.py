@@ -65,7 +65,10 @@ def main(settings):
         test, train = np.split(puzzles, [settings.num_test], axis=1)
         if settings.num_hard:
             hard = generate(size, settings.num_hard, settings.seed, hard_sudokus)
-            train = np.concatenate([train, hard], axis=1)
+            # on small boards, some of them are among the others
+            others = set(keys_of(puzzles[0]))
+            is_new = [key not in others for key in keys_of(hard[0])]
+            train = np.concatenate([train, hard[:, is_new]], axis=1)
     else:
         paths = csv_paths(settings, HUB)
         rows_of = functools.partial(hard_rows, min_difficulty=settings.min_difficulty)
@@ -97,7 +100,7 @@ def hard_rows(path, min_difficulty):
 
 
 def generate(size, n, seed, make_sudokus=minimal_sudokus):
-    """Returns n distinct minimal puzzles with one solution each, questions and answers [2, n, cells]."""
+    """Returns n distinct puzzles with one solution each, questions and answers [2, n, cells]."""
     make = functools.partial(make_sudokus, seed=seed, n=512, size=size)
     return distinct(f"distinct {size}x{size} puzzles", n, make, keys_of)
 

@@ -31,8 +31,8 @@ import puzzles
 from configurator import Above0, From0, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
 from runtime.checkpoint import check_settings
-from runtime.device import cast_weights, check_batch_size, check_ranks
-from runtime.engines import choose_device, open_device, spawner
+from runtime.device import cast_weights
+from runtime.engines import check_batch_size, check_ranks, choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
 from runtime.files import duration, newest_whole
 from runtime.flops import flops_per_example
@@ -56,9 +56,9 @@ class Settings:
     data_path: NotEmpty = "data/sudoku-extreme-1k-aug-1000"  # folder of the dataset, or its gs:// address
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
-    micro_batch_size: From0 = 0  # sequences at a time on a replica, gradients are summed; 0: its whole batch
+    micro_batch_size: From0 = 0  # sequences at a time on a replica; 0: all; a CPU may take fewer
     # a step draws a puzzle for each sequence; epochs count them all, but only halted sequences take theirs
-    epochs: From0 = 50000  # length of the run: steps = epochs x puzzles / global_batch_size
+    epochs: From0 = 50000  # length of the run without max_steps: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
     hidden_size: Above0 = 512  # width of the network
@@ -104,7 +104,7 @@ class Settings:
     eval_halt_max_steps: From0 = 0  # supervision steps in an evaluation; 0: halt_max_steps
     eval_patience: From0 = 0  # a puzzle leaves once its answer stays for so many steps; 0: never (the paper)
     eval_attempts: Above0 = 1  # most attempts at a puzzle, at copies by symmetry, until one is sure
-    eval_save_outputs: Outputs = ""  # any of inputs,labels,attempts,preds,surest_...: in eval_STEP.npz
+    eval_save_outputs: Outputs = ""  # any of inputs,labels,preds,q_halt_logits,...: in eval_STEP.npz
     eval_only = False  # run the final evaluation, then stop
     # run
     out_dir: NotEmpty = "out/sudoku"  # checkpoints, metrics.jsonl, log.txt
@@ -167,7 +167,7 @@ class Run:
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
         self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
         self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
-        # rank 0's state and buffers on all ranks; the model keeps its code, its sizes and its buffers
+        # rank 0's state and buffers on all ranks; steps use the weights of run.state, not the model's own
         shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
         self.state = device.put(shared["state"])
         self.load_buffers(shared["buffers"])
@@ -403,7 +403,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     examples_per_epoch = optim.epoch_size(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
-    # a run that begins with a checkpoint may have its weights to evaluate first, unless the log has that
+    # a run that begins with a checkpoint may evaluate it first, unless the log has its evaluation
     eval_due = False
     if start.path and not start.evaluation:
         eval_due = optim.evaluation_due(settings, examples_per_epoch, step)

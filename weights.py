@@ -50,13 +50,16 @@ def load_model(path, cells=0, defaults=None):
     settings = configurator.Values((defaults or {}) | saved["settings"])
     settings.loss_type = "softmax_cross_entropy"  # no answer depends on it, and a fork's may not be here
     # these puzzles may have another size than those in training
-    seq_len = cells or saved["sizes"]["seq_len"]
-    task = kind_of(saved["task"]).resized(seq_len).task
-    sizes = saved["sizes"] | dict(seq_len=seq_len, vocab_size=len(task["symbols"]))
+    kind = kind_of(saved["task"])
+    if cells:
+        kind = kind.resized(cells)
+        if kind.cells != cells:
+            raise ValueError(f"{path}: there are no puzzles with {cells} cells")
+    sizes = saved["sizes"] | dict(seq_len=kind.cells, vocab_size=len(kind.symbols))
 
     # build the model, of the size of these puzzles, with the averaged weights
     try:
-        trm = model.TRM(settings, **sizes, task=task)
+        trm = model.TRM(settings, **sizes, task=kind.task)
         load_weights(trm, saved.get("ema") or saved["weights"])
     except ValueError as e:
         forks = ", ".join(saved["forks"]) or "no fork"
@@ -68,15 +71,21 @@ def load_model(path, cells=0, defaults=None):
     return trm.eval()
 
 
-def fitting_kinds(trm):
-    """Returns the Kinds of puzzles that the weights fit: the model's own, or every size of Sudoku.
+def fits_every_size(trm):
+    """Returns True if symbols have no rows of their own in the table.
 
-    If symbols have no rows of their own in the table, all are alike, and weights fit any number of them. A
-    copy of a puzzle by symmetry then has the copy of its answer.
+    All symbols are then alike, and weights fit any number of them. A copy of a puzzle by symmetry has the
+    copy of its answer.
     """
+    return len(trm.embed_tokens.embedding_weight) != len(trm.task["symbols"])
+
+
+def fitting_kinds(trm):
+    """Returns the Kinds of puzzles that the weights fit: the model's own, and Sudokus of every size."""
     kind = kind_of(trm.task)
-    has_rows = len(trm.embed_tokens.embedding_weight) == len(kind.symbols)
-    return [kind] if has_rows else [kind.resized(rows * rows) for rows in BOXES]
+    if not fits_every_size(trm) or kind.task["kind"] != "sudoku":
+        return [kind]
+    return [kind.resized(rows * rows) for rows in BOXES]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -182,7 +191,7 @@ def solve(trm, questions, steps=16, attempts=1, identifiers=0):
     settings = SimpleNamespace(**vars(trm.settings) | dict(
         eval_halt_max_steps=steps,
         eval_attempts=attempts,
-        eval_patience=int(len(fitting_kinds(trm)) == 1),
+        eval_patience=int(not fits_every_size(trm)),
         forward_dtype="float32",
         compile="off",
         seed=0,

@@ -134,6 +134,8 @@ class Kind:
         row, column = np.divmod(np.arange(self.cells), self.columns)
         divisions = []
         for rows, columns in self.unit_shapes:
+            if self.rows % rows or self.columns % columns:
+                raise UserError(f"units: {rows}x{columns} does not divide the grid {self.grid}")
             divisions.append(row // rows * (self.columns // columns) + column // columns)
         return np.array(divisions)
 

@@ -79,7 +79,7 @@ class Sudoku(Kind):
         the columns of each stack; if boxes are square, it transposes half of the boards.
         """
         size = self.rows
-        bands, rows, stacks, columns = box_shape(size)
+        bands, rows, stacks, columns = board_axes(size)
 
         def random_order(groups, members):  # [n, size]: of groups, and of the members of each
             first = shuffled(rng, n, groups) * members
@@ -123,7 +123,7 @@ class Sudoku(Kind):
         return keys_of(questions)
 
 
-def box_shape(size):
+def board_axes(size):
     """Returns the bands, rows of a band, stacks and columns of a stack."""
     rows, columns = BOXES[size]
     return columns, rows, rows, columns
@@ -193,7 +193,7 @@ def propagate(candidates, size):
     broken: no solution; solved: all cells decided; stuck: unchanged by this round.
     """
     after = candidates.copy()
-    boards = after.reshape(*box_shape(size), -1)  # (bands, rows, stacks, columns, n)
+    boards = after.reshape(*board_axes(size), -1)  # (bands, rows, stacks, columns, n)
     # views whose first two axes go along a row, a column or a box
     unit_views = [np.moveaxis(boards, axes, (0, 1)) for axes in UNITS]
     broken = np.zeros(after.shape[1], dtype=bool)

@@ -144,10 +144,12 @@ def refuse_run(flag, folder, names):
 def settings_of(start, settings, not_resumed):
     """Returns the command's settings, with the checkpoint's where it assigns none; not_resumed stay as is."""
     saved = {name: value for name, value in start.saved_settings.items() if name not in not_resumed}
-    # --epochs sets the length of the run, and not the checkpoint's max_steps
-    if any(flag.startswith("--epochs=") for flag in settings.argv):
-        saved.pop("max_steps", None)
     settings = copy.copy(settings)  # replicas may be threads
+    # --epochs sets the length of the run, and not the max_steps of the checkpoint or of a config file
+    flags = [flag.partition("=")[0] for flag in settings.argv]
+    if "--epochs" in flags and "--max_steps" not in flags:
+        saved.pop("max_steps", None)
+        settings.max_steps = 0
     settings.fill(saved)
     # what the run began with
     if start.is_resume:
@@ -181,7 +183,7 @@ def check_hosts(start, settings, device):
 # Saving
 
 class Checkpoints:
-    """Writes the checkpoints of a run, to out_dir and gcs_dir. All ranks call its methods, rank 0 writes.
+    """Writes the checkpoints of a run, to out_dir and gcs_dir. All ranks call save, save_if_best and close.
 
     score: a function that ranks evaluations, {"eval/...": number}. say: a function for the lines of the log.
     run_id: kept across resumes and also used by W&B. is_written: whether the last save has its file.

@@ -96,3 +96,26 @@ def spawner(device_type):
     if device_type == "tpu":
         from runtime import torchtpu
         return torchtpu.spawner()
+
+
+def check_batch_size(settings, device):
+    """Raises UserError unless the batch divides into replicas and micro-batches."""
+    share, rest = divmod(settings.global_batch_size, device.world)
+    if rest:
+        raise UserError(f"global_batch_size {settings.global_batch_size} must be a multiple of the "
+                        f"{device.world} replicas")
+    size = settings.micro_batch_size
+    if size and share % size:
+        raise UserError(f"micro_batch_size {size} must divide the {share} sequences of a replica")
+
+
+def check_ranks(settings, train_set, device):
+    """Raises UserError if ranks differ in what all must have in common; their disks may differ."""
+    # the settings and the dataset, but not where each host keeps its files
+    facts = vars(settings) | dict(dataset=train_set.sha256, data_path="", out_dir="")
+    ranks = device.all_gather((device.host, facts))
+    _, expected = ranks[0]
+    for rank, (host, facts) in enumerate(ranks):
+        differing = sorted(dict(facts.items() - expected.items()))
+        if differing:
+            raise UserError(f"host {host}, rank {rank}: not as on rank 0: {', '.join(differing)}")

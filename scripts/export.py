@@ -162,7 +162,7 @@ def page_content(path, train_arguments):
     kind = kind_of(trm.task)
     kinds = weights.fitting_kinds(trm)
     # a TRM's page shows all steps; a model that fits every size says when an answer is final
-    patience = settings.eval_patience if len(kinds) > 1 else 0
+    patience = settings.eval_patience if weights.fits_every_size(trm) else 0
 
     # the test puzzles as text
     puzzles = []
@@ -223,7 +223,7 @@ def problem_of(trm, settings, own_forks):
     if num_identifiers > 1:
         return f"it has {num_identifiers} puzzle identifiers, for ARC see docs/arc.md"
     # engine.js knows the network of one fork, alone or with an optimizer
-    if HOUSES in own_forks and settings.forks.keys() <= {"houses.py", "sizes.py", "soap.py"}:
+    if HOUSES in own_forks and settings.forks.keys() <= {Path(path).name for path in own_forks}:
         return ""
 
     # model.py may have been edited

@@ -82,7 +82,7 @@ def main(argv):
     place, text, known_answers = read_source(source)
     [path] = models_given or [choose_model(text, train_arguments)]
     trm, settings = load(path, train_arguments, output_settings.cells)
-    # the weights may fit puzzles of another size
+    # the weights may fit puzzles of another size, of which the text decides
     kind = taking(weights.fitting_kinds(trm), text) or kind_of(trm.task)
     if trm.sizes["seq_len"] != kind.cells:
         trm, settings = load(path, train_arguments, kind.cells)
@@ -272,10 +272,13 @@ def solve_file(settings, trm, kind, questions, known_answers, output_settings):
     )
     path = output_settings.output
     if path:
-        with writing(path), open(path, "w", encoding="utf-8", newline="") as f:
-            writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(columns)
-            writer.writerows(zip(*columns.values()))
+        # a command that is interrupted leaves nothing
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values()))
+        with writing(path), replacing(path) as f:
+            f.write(text.getvalue().encode())
 
 
 def result_of(kind, question, answer, known_answer):
@@ -328,7 +331,7 @@ def load(path, train_arguments, cells=0):
     kind = kind_of(trm.task)
     settings.fill(train.recipe(vars(trm.settings)))
     # where the weights fit every size, copies by symmetry change nothing, and the file says how deep to go
-    if len(weights.fitting_kinds(trm)) == 1:
+    if not weights.fits_every_size(trm):
         settings.fill(dict(eval_attempts=ATTEMPTS if kind.has_symmetries else 1, eval_patience=1))
     settings.forward_dtype = "float32"  # the arithmetic is the same for every model and machine
     kind.check_attempts(settings.eval_attempts)

@@ -135,9 +135,11 @@ def test_the_weights_of_attention_are_resumed_only_by_the_same_model(data, flag,
 
 
 def test_epochs_of_the_command_set_the_length(data):
-    """The checkpoint's max_steps does not count."""
+    """The max_steps of a checkpoint, or of a config file, does not count."""
     run(data, "run", "--max_steps=2")
     assert "training from step 2 to 4" in run(data, "run", "--init_from=resume", "--epochs=1")
+    Path("short.py").write_text("max_steps = 2")
+    assert "training from step 0 to 4" in run(data, "new", "short.py", "--epochs=1")
 
 
 def test_a_resume_on_another_device_has_the_dtype_that_was_asked_for(data, monkeypatch):
