@@ -75,7 +75,6 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     # a resume on another second dataset is refused
     text = run("data6", "resumed", *flags, "--other_data_path=data6", "--init_from=auto", code=2)
     assert "was trained on another dataset" in text
-    assert "other_interval=0 must be at least 1" in run("data6", "new", *flags, "--other_interval=0", code=2)
 
     # without the other size the weights are others
     run("data6", "alone", *flags, "--other_interval=100")
@@ -96,7 +95,7 @@ def see_ends():
         alone = [supervision_step(trm, question[None], step).sequences["halted"] for question in questions]
         assert torch.cat(alone).equal(ends)
         if step == 5:
-            assert len(ends.unique()) == 2
+            assert ends.any() > ends.all()
 
 
 def test_where_an_unsolved_sequence_ends_does_not_depend_on_its_micro_batch():
@@ -144,5 +143,4 @@ def choose_model():
 
 
 def test_a_puzzle_alone_finds_a_model_for_every_size():
-    """test_play.py asks such a model for puzzles of every size."""
     in_new_process(choose_model)

@@ -171,7 +171,6 @@ SUDOKU = {
     CSV: "--train_csv",
     "--size=6": "size must be one of [9] | not 6",
     "--source=web": "source must be one of hub, generate, csv | 'web'",
-    MAKE + "--min_difficulty=9": "min_difficulty does nothing with --source=generate",
     CSV + "--train_csv=good.csv --num_hard=9": "num_hard does nothing with --source=csv",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
     MAKE + "--output_dir=~/d": "--output_dir=~/d | write the folder of ~ out",

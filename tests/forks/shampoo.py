@@ -1,4 +1,4 @@
-"""Shampoo on the shorter side of each matrix of the network, AdamATan2 for all other parameters."""
+"""Shampoo on the rows of each matrix of the network, AdamATan2 for all other parameters."""
 import torch
 
 import optim
@@ -10,7 +10,7 @@ _optimizer_state = optim.optimizer_state
 def optimizer_state(settings, name, w):
     state = _optimizer_state(settings, name, w)
     if name.startswith("L_level.") and w.ndim == 2:
-        state["gram"] = torch.eye(min(w.shape), device=w.device) * 1e-6
+        state["gram"] = torch.eye(len(w), device=w.device) * 1e-6
     return state
 
 
@@ -18,10 +18,8 @@ def shampoo(settings, rates, w, g, m, v, gram=None):
     if gram is None:
         return optim.adam_atan2(settings, rates, w, g, m, v)
     m.lerp_(g, 1 - settings.beta1)
-    is_tall = len(g) > len(gram)
-    gram.lerp_(g.T @ g if is_tall else g @ g.T, 1 - settings.beta2)
-    root = inverse_root(gram)
-    direction = m @ root if is_tall else root @ m
+    gram.lerp_(g @ g.T, 1 - settings.beta2)
+    direction = inverse_root(gram) @ m
     direction = direction * (0.2 * direction.numel() ** 0.5 / direction.norm())
     optim.descend(settings, rates, w, direction, rates["lr"])
 
