@@ -81,9 +81,14 @@ def fits_every_size(trm):
 
 
 def fitting_kinds(trm):
-    """Returns the Kinds of puzzles that the weights fit: the model's own, and Sudokus of every size."""
+    """Returns the Kinds of puzzles that the weights fit."""
     kind = kind_of(trm.task)
-    if not fits_every_size(trm) or kind.task["kind"] != "sudoku":
+    return sizes_of(kind) if fits_every_size(trm) else [kind]
+
+
+def sizes_of(kind):
+    """Returns the Kinds of Sudokus of every size for a Kind of Sudoku, else the kind alone."""
+    if kind.task["kind"] != "sudoku":
         return [kind]
     return [kind.resized(rows * rows) for rows in BOXES]
 

@@ -46,7 +46,7 @@ from configurator import From0, configure, split_arguments
 from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.errors import UserError, writing
-from runtime.files import newest_whole, replacing, to_stderr
+from runtime.files import newest_whole, read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -80,7 +80,7 @@ def main(argv):
 
     # the puzzles, and the model for them
     place, text, known_answers = read_source(source)
-    [path] = models_given or [choose_model(text, train_arguments)]
+    [path] = models_given or [choose_model(text)]
     trm, settings = load(path, train_arguments, output_settings.cells)
     # the weights may fit puzzles of another size, of which the text decides
     kind = taking(weights.fitting_kinds(trm), text) or kind_of(trm.task)
@@ -352,15 +352,17 @@ def file_of(path):
     return file
 
 
-def choose_model(text, train_arguments):
+def choose_model(text):
     """Returns the path of the smallest of models/ that takes the puzzles in a text. Raises UserError.
 
-    Models of a fork, which may take every size, come last: a fork that has run cannot be undone.
+    Models of a fork, which may take every size, come last.
     """
     paths = Path(os.path.relpath(ROOT), "models").glob("*.pt")
     for path in sorted(paths, key=lambda path: (len(weights.own_forks(path)), os.path.getsize(path))):
-        trm, _ = load(path, train_arguments)
-        if taking(weights.fitting_kinds(trm), text):
+        # from the file alone: a fork that has run cannot be undone
+        kind = kind_of(read_torch_file(path)["task"])
+        kinds = weights.sizes_of(kind) if weights.own_forks(path) else [kind]
+        if taking(kinds, text):
             print(f"by {path}", flush=True)
             return path
     raise UserError(f"{text[:20]!r} is no file and no puzzle for a model of models/: see --help")
