@@ -20,7 +20,7 @@ BOXES = {
     16: (4, 4),
 }
 # the axes of (bands, rows, stacks, columns) that go along a unit
-UNITS = (
+UNIT_AXES = (
     (2, 3),  # a row
     (0, 1),  # a column
     (1, 3),  # a box
@@ -195,7 +195,7 @@ def propagate(candidates, size):
     after = candidates.copy()
     boards = after.reshape(*board_axes(size), -1)  # (bands, rows, stacks, columns, n)
     # views whose first two axes go along a row, a column or a box
-    unit_views = [np.moveaxis(boards, axes, (0, 1)) for axes in UNITS]
+    unit_views = [np.moveaxis(boards, axes, (0, 1)) for axes in UNIT_AXES]
     broken = np.zeros(after.shape[1], dtype=bool)
 
     # remove each placed digit from the other cells of its units
