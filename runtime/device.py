@@ -310,7 +310,6 @@ class Device:
             sums, results = self.scan(body, sums, weights, micro_batches)
             return sums, tree_map(lambda t: t.flatten(0, 1), results)
 
-        # otherwise it is a loop in Python
         results = []
         began = 0.0
         for first in range(0, num_sequences, size):
