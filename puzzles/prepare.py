@@ -1,8 +1,8 @@
 """What the prepare scripts share: settings, reading files, processes that generate puzzles, writing.
 
 A script reads or generates puzzles, keeps training puzzles out of the test, draws some, makes copies, and
-writes a dataset. In a dataset, a group is one original puzzle (for ARC, one task), and its
-versions are the original and its copies by symmetry.
+writes a dataset. In a dataset, a group is one original puzzle (for ARC, one task), and its versions are the
+original and its copies by symmetry.
 """
 import itertools
 import multiprocessing

@@ -217,7 +217,7 @@ class Device:
         return values
 
     def call_on_rank_0(self, call):
-        """Returns what call() returns on rank 0, elsewhere None. All ranks raise its error, or would wait."""
+        """Returns what call() returns on rank 0, elsewhere None. Its error is raised on all ranks."""
         result = None
         error = None
         if self.rank == 0:
