@@ -54,6 +54,7 @@ def one_of(names):
 Above0 = Rule("above 0 and below 2^31", lambda number: 0 < number < 2 ** 31)
 From0 = Rule("0 or more and below 2^31", lambda number: 0 <= number < 2 ** 31)
 From0To1 = Rule("from 0 to 1", lambda number: 0 <= number <= 1)
+From0Below1 = Rule("from 0 to below 1", lambda number: 0 <= number < 1)
 
 
 class MissingSetting(UserError, AttributeError):
@@ -126,7 +127,7 @@ class Arguments(NamedTuple):
 class Spawned:
     """What engines.spawner() calls in new processes; arguments: of prepare_process.
 
-    Engines call nothing before they look for chips. But pickle does: __reduce__ names what it calls there.
+    Unpickling it runs prepare_process(), because an engine looks for chips before it calls anything.
     """
 
     def __init__(self, *arguments):
@@ -172,18 +173,21 @@ def split_arguments(settings_class, argv):
 def configure(settings_class, argv):
     """Returns the Values of a script's class Settings after the config files and flags in argv.
 
-    --help prints the settings and exits. Raises UserError for an unknown name, a wrong type, a value that
-    breaks its Rule, and a file that fails to run.
+    --help prints the settings and exits, after a check of all other arguments: scripts/tpu.sh asks for that.
+    Raises UserError for an unknown name, a wrong type, a value that breaks its Rule, and a file that fails to
+    run.
     """
-    if "--help" in argv:
-        print_help(settings_class)
-        sys.exit(0)
     settings = Values(read_settings(settings_class), argv)
     for argument in argv:
+        if argument == "--help":
+            continue
         read = read_flag if argument.startswith("-") else run_file
         for name, value in read(argument, settings).items():
             settings.assign(name, value, argument)
     check_rules(settings_class, settings)
+    if "--help" in argv:
+        print_help(settings_class)
+        sys.exit(0)
     return settings
 
 

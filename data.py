@@ -128,7 +128,7 @@ class Dataset:
             self.versions = self.read("versions")  # how each one turns and recolors
         self.row_indices = self.read("task_indices" if self.makes_versions else "puzzle_indices")
 
-        # what dataset.json says, of whose keys no others are read; and the task, see puzzles/__init__.py
+        # the keys of dataset.json that count; and the task, see puzzles/__init__.py
         file = f"{self.folder}/dataset.json"
         facts = read_json(file)
         if not {"seq_len", "vocab_size"} <= facts.keys():
@@ -164,6 +164,7 @@ class Dataset:
             "num_puzzle_identifiers": self.puzzle_identifiers.max(initial=0) < self.num_puzzle_identifiers,
             "indices of rows": len(self.row_indices) == num_owners + 1,
             "group_indices": self.group_indices[-1] == len(self.puzzle_identifiers),
+            "groups without a version": np.diff(self.group_indices).min() > 0,
         }
         wrong = [name for name, fits in checks.items() if not fits]
         if wrong:
@@ -214,7 +215,7 @@ class Dataset:
 
         # Sudoku and mazes: a group brings one example, of a version that the step draws
         groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in own_positions])
-        # an example has two numbers and uses the first: batches stay those of the runs in records/
+        # two draws for a sequence, the second unused: one would change the batches of the runs in records/
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
         return self._batch(random_members(self.group_indices, groups, draws), members=0)
 

@@ -4,7 +4,7 @@ A batch has slots. Each slot works on one attempt at one puzzle, and keeps the l
 answer of this attempt: the answer of the step where q_halt was highest. An attempt leaves its slot after
 eval_halt_max_steps, or once its answer has not changed for eval_patience steps. Then the slot takes the next
 puzzle of the queue. With eval_attempts above 1, a puzzle without a sure answer waits for another attempt.
-That one solves a copy by symmetry, and its answer is turned back.
+This attempt solves a copy by symmetry, and its answer is mapped back to the puzzle.
 """
 import functools
 import json
@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 
 import model
 from puzzles import IGNORE_LABEL, kind_of, sigmoid
-from runtime.device import cast_weights
 from runtime.errors import TransientError, UserError, check_values
 from runtime.files import Progress, replacing, to_stderr
 
@@ -81,7 +80,7 @@ class Evaluator:
         halted.
         """
         self.model.eval()
-        weights = cast_weights(self.device, inputs["weights"], self.dtype)
+        weights = self.device.cast_weights(inputs["weights"], self.dtype)
 
         # free slots start on the puzzles of the batch; the loop gets rows of the embedding, never all of it
         sequences = model.take_new_puzzles(slots["sequences"], inputs["puzzles"])
@@ -239,7 +238,7 @@ class Queue:
         results = self.results
         surest = results["surest_q_halt_logits"]
 
-        # all of the first attempt counts, and of another one its answer if it is surer
+        # the first attempt sets all results; a later one sets only the surest answer, if its own is surer
         names = ()
         if attempt.symmetry is None:
             names = results.keys() & new.keys()

@@ -114,7 +114,7 @@ class TRM(nn.Module):
         x = self.embed(inputs, puzzle_rows)
         H_cycles, L_cycles = cycles or (self.settings.H_cycles, self.settings.L_cycles)
         latents = self.deep_recursion(x, latents, H_cycles, L_cycles)
-        # (a fork may choose among several answers by the labels, in training; TRM.answer ignores them)
+        # labels: for forks that choose among several answers; TRM.answer ignores them
         logits, q_halt = self.answer(latents, labels if self.training else None)
         logits = logits.float()
         q_halt = q_halt.float()

@@ -141,7 +141,7 @@ def sign_sgd(puzzle_emb, packed, lr, weight_decay):
 # ---------------------------------------------------------------------------------------------------------
 # Schedules: pure functions of the settings and the step, which counts from 0
 
-def epoch_size(data):
+def official_epoch_examples(data):
     """Returns the examples of an epoch as the official code counts them, by the mean over all versions.
 
     For ARC the stream of train_batch takes more to offer every group once: see Dataset.epoch_examples.

@@ -28,10 +28,9 @@ import evaluate
 import model
 import optim
 import puzzles
-from configurator import Above0, From0, From0To1, Rule, one_of
+from configurator import Above0, From0, From0Below1, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
 from runtime.checkpoint import check_settings
-from runtime.device import cast_weights
 from runtime.engines import check_batch_size, check_ranks, choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
 from runtime.files import duration, newest_whole
@@ -57,7 +56,7 @@ class Settings:
     data_prepare = ""  # command that makes data_path if it is missing ("prepare_sudoku.py --size=6 ...")
     global_batch_size: Above0 = 768  # sequences per step, over all replicas
     micro_batch_size: From0 = 0  # sequences at a time on a replica; 0: all; a CPU may take fewer
-    # a step draws a puzzle for each sequence; epochs count them all, but only halted sequences take theirs
+    # an epoch counts global_batch_size puzzles a step, although only sequences that have halted take one
     epochs: From0 = 50000  # length of the run without max_steps: steps = epochs x puzzles / global_batch_size
     max_steps: From0 = 0  # length of the run in steps; 0: from epochs
     # model
@@ -87,8 +86,8 @@ class Settings:
     lr: Above0 = 1e-4  # peak learning rate
     lr_min_ratio: From0To1 = 1.0  # end of the cosine, as a share of lr; 1: constant
     lr_warmup_steps: From0 = 2000  # steps of linear warm-up
-    beta1: From0To1 = 0.9  # decay of the first moment
-    beta2: From0To1 = 0.95  # decay of the second moment
+    beta1: From0Below1 = 0.9  # decay of the first moment
+    beta2: From0Below1 = 0.95  # decay of the second moment
     weight_decay: From0 = 1.0  # decoupled: multiplied by the learning rate
     puzzle_emb_lr: From0 = 1e-4  # learning rate of SignSGD on the puzzle embedding
     puzzle_emb_weight_decay: From0 = 1.0  # decoupled weight decay of the puzzle embedding
@@ -123,8 +122,8 @@ class Settings:
     wandb_mode: one_of(["online", "offline", "disabled"]) = "online"  # offline: for `wandb sync`
 
 
-# A resume takes these settings from the command: where and how the run executes. All others it takes from the
-# checkpoint, unless a config file or a flag assigns them, checkpoint_interval too: sequences restart there.
+# A resume takes these settings from the command. It takes all others from the checkpoint, unless a config
+# file or a flag assigns them. checkpoint_interval is among the others, since sequences restart there.
 RUN_SETTINGS = (
     "data_prepare", "out_dir", "gcs_dir", "init_from", "keep_last_n", "log_interval",
     "stall_timeout", "device", "compile", "eval_only", "eval_save_outputs",
@@ -290,7 +289,7 @@ def train_step(run, state, inputs, cycles):
     run.model.train()
 
     # cast the float32 weights to forward_dtype, once a step
-    weights = cast_weights(run.device, state["weights"], run.dtype)
+    weights = run.device.cast_weights(state["weights"], run.dtype)
 
     # sequences that have halted begin with new puzzles, and all take their rows of the puzzle embedding
     sequences = model.take_new_puzzles(state["sequences"], inputs["puzzles"])
@@ -373,7 +372,7 @@ def forward_backward(run, cycles, weights, micro_batch):
 
 
 def make_inputs(run, train_set, step, total_steps):
-    """Returns this rank's inputs of a step; those of all ranks together depend on the seed and the step."""
+    """Returns this rank's inputs of a step. The seed and the step decide the inputs of all ranks together."""
     settings = run.settings
     device = run.device
     batch_size = settings.global_batch_size
@@ -400,7 +399,7 @@ def make_inputs(run, train_set, step, total_steps):
 def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
     settings = run.settings
-    examples_per_epoch = optim.epoch_size(train_set)
+    examples_per_epoch = optim.official_epoch_examples(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
     step = start.step
     # a run that begins with a checkpoint may evaluate it first, unless the log has its evaluation
@@ -467,7 +466,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
 
 
 def log_steps(run, log, step, total_steps, cycles):
-    """Logs the means of the steps since the last line, of depth cycles; see check_finite."""
+    """Logs the means of the steps since the last line, at a depth (H_cycles, L_cycles); see check_finite."""
     values = run.take_means(step - log.step)
     check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
@@ -518,7 +517,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
     # the arrays of eval_save_outputs and ARC's answers go beside the checkpoint that they belong to
     values = run.evaluate(test_set, indices, "final evaluation", f"eval_{step:08d}")
     if not values:
-        log.print0("final evaluation stopped; a resume starts it again")
+        log.print0("final evaluation stopped; the same command starts it again")
         return False
     check_finite(run.settings, "loss not finite in the final evaluation", values["eval/loss"])
     if checkpoints:  # not with eval_only: best.pt is of the training run
@@ -544,7 +543,7 @@ def replica(settings, device_type):
     start, saved = checkpoint.open_start(settings, device)
     settings = checkpoint.settings_of(start, settings, RUN_SETTINGS)
     check_batch_size(settings, device)
-    # the checkpoints keep the forward_dtype that was asked for; a resume may find another device
+    # `settings` is what was asked for, which checkpoints keep; `device_settings` has the dtype of this device
     device_settings = copy.copy(settings)
     device_settings.forward_dtype, dtype_note = device.choose_dtype(settings.forward_dtype)
 
@@ -582,7 +581,7 @@ def replica(settings, device_type):
 def new_model(settings, dataset):
     """Returns a TRM with its first weights for a dataset. Raises UserError if it cannot be built."""
     if settings.mlp_t and settings.pos_encodings == "rope" and "pos_encodings" in settings.assigned:
-        raise UserError("pos_encodings=rope is of self-attention, --mlp_t=False, and does nothing without")
+        raise UserError("pos_encodings=rope needs self-attention: add --mlp_t=False")
     with MODEL_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # for modules that init_weights does not touch
         try:
@@ -595,7 +594,7 @@ def new_model(settings, dataset):
 
 def length_of(settings, train_set, start):
     """Returns the length of the run in steps. Raises UserError where the run cannot have it."""
-    total_steps = optim.count_steps(settings, optim.epoch_size(train_set))
+    total_steps = optim.count_steps(settings, optim.official_epoch_examples(train_set))
     if total_steps < 1 and not settings.eval_only:
         raise UserError(f"epochs={settings.epochs} of {train_set.total_groups} puzzles are less than one "
                         f"batch of global_batch_size={settings.global_batch_size}")

@@ -89,7 +89,7 @@ class Kind:
     versions_vote = False  # whether the versions of a puzzle vote on its answer, as in puzzles/arc.py
     symmetries = {}  # see puzzles/symmetries.py, unless the task describes others
     empty = 1  # the token of a cell that is to be filled
-    no_solution = "the answer is no solution"  # what is said of one that breaks no rule
+    no_solution = "the answer is no solution"  # verdict on a wrong answer that breaks no rule
 
     def __init__(self, task):
         self.task = task

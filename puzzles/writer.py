@@ -21,7 +21,7 @@ def write_dataset(path, splits, vocab_size, manifest):
         path: the new folder.
         splits: {"train": (questions, answers), "test": ...}, integers [n, cells], or [n, versions, cells] for
             puzzles that come in several versions, the original and its copies. They are tokens from 1 to
-            vocab_size - 1; what is below, as IGNORE_LABEL, does not count.
+            vocab_size - 1; smaller values, such as IGNORE_LABEL, are not scored.
         vocab_size: tokens, with 0 for padding.
         manifest: a dict with "grid" (rows, columns), better also "kind" and "symbols" (puzzles/__init__.py),
             "command", and whatever else describes the dataset. The files' SHA-256 are added.
@@ -108,7 +108,7 @@ def tokens_of(task, puzzles, name):
     Args:
         task: the puzzles' task.
         puzzles: questions and answers, integers [n, cells], or [n, versions, cells]. They are tokens from 1
-            on; what is below in an answer, as IGNORE_LABEL, does not count.
+            on; smaller values in an answer, such as IGNORE_LABEL, are not scored.
         name: the name of the puzzles in messages.
 
     Raises UserError for arrays that do not fit the task.

@@ -77,6 +77,10 @@ def find_start(settings):
 
     # a new run counts its own steps, and has settings and an id of its own
     facts = saved if is_resume or settings.eval_only else {}
+    # the hash of the file that the run began with
+    init_sha256 = saved.get("init_sha256", "")
+    if path and not is_resume:
+        init_sha256 = file_hash(path)
     start = Start(
         path=path,
         is_resume=is_resume,
@@ -84,7 +88,7 @@ def find_start(settings):
         step=facts.get("step", 0),
         evaluation={},
         saved_settings=facts.get("settings", {}),
-        init_sha256=saved.get("init_sha256", "") if is_resume else path and file_hash(path),
+        init_sha256=init_sha256,
     )
     if not is_resume:
         # an evaluation and a new run take only the weights and their average
@@ -242,7 +246,7 @@ class Checkpoints:
                 raise TransientError(f"--out_dir={self.out_dir}: another process trains there") from None
             with replacing(path) as f:
                 f.write(json.dumps({"id": self.run_id}).encode())
-        # the score of best.pt, unless it is of steps that this run did not take
+        # the score of best.pt, unless best.pt is newer than where this run begins
         with suppress(Exception):  # best.json is missing, or damaged in whatever way
             best = read_json(f"{self.out_dir}/best.json")
             if self.start.is_resume and best["step"] <= self.start.step:

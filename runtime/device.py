@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from runtime.errors import TransientError, UserError, one_line
+from runtime.errors import UserError, one_line
 from runtime.files import to_stderr
 from runtime.process import STOP, StepDropped, end_with_parent, start_thread
 
@@ -137,7 +137,6 @@ class Device:
         start_thread(watch)
         try:
             wait_for_address(os.environ["MASTER_ADDR"])
-            check_agent()
             backend = self.backend or ("nccl" if self.type == "cuda" else "gloo")
             # the watchdog has its own limit during training; before, the others wait while rank 0 downloads
             timeout = timedelta(seconds=max(settings.stall_timeout or 10 ** 6, 1800))
@@ -170,7 +169,7 @@ class Device:
             return "bfloat16", f"{self.name} has units for it"
         elif torch.cuda.get_device_capability() >= (7, 0):
             return "float16", f"{self.name} has no bfloat16 units"
-        return "float32", f"{self.name} has no units for 16-bit numbers"
+        return "float32", f"no instructions for 16-bit numbers were found on {self.name}"
 
     def put(self, tree):
         """Copies a tree of arrays and tensors to the device."""
@@ -327,6 +326,18 @@ class Device:
                     raise StepDropped
         return sums, tree_map(lambda *parts: torch.cat(parts), *results)
 
+    def cast_weights(self, weights, dtype):
+        """Returns {name: weight in dtype}, once for all products of a step."""
+        weights = {name: w.to(dtype) for name, w in weights.items()}
+        if self.type != "cuda":
+            return weights
+        # cuBLAS loads 2 bytes at a time where the contiguous dimension is odd, such as the MLP mixer's 97:
+        # products take 2 to 3 times as long. Unless it is a multiple of 8, the other one becomes contiguous.
+        for name, w in weights.items():
+            if w.ndim == 2 and w.shape[1] % 8:
+                weights[name] = w.t().contiguous().t()
+        return weights
+
     def peak_memory(self):
         """Returns the most bytes in use at a time; 0 on a CPU and with TorchTPU."""
         return torch.cuda.max_memory_allocated()
@@ -349,16 +360,6 @@ def wait_for_address(name):
     raise UserError(f"MASTER_ADDR={name} in the environment: this name has no address")
 
 
-def check_agent():
-    """Raises TransientError if torchrun has died, for whose store torch would wait until its timeout."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        try:
-            socket.create_connection(address, ADDRESS_TIMEOUT).close()
-        except OSError as e:
-            raise TransientError(f"torchrun does not answer at {':'.join(address)} ({e})") from None
-
-
 def flatten(tree):
     """Returns a tree of tensors as a float32 vector, and a function that makes such a tree of a vector."""
     tensors, structure = tree_flatten(tree)
@@ -379,16 +380,3 @@ def peak_flops(device):
     chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b|.* MIG )", device.name)]
     if chips:
         return PEAK_FLOPS[max(chips, key=len)]
-
-
-def cast_weights(device, weights, dtype):
-    """Returns {name: weight in dtype}, once for all products of a step."""
-    weights = {name: w.to(dtype) for name, w in weights.items()}
-    if device.type != "cuda":
-        return weights
-    # cuBLAS loads 2 bytes at a time where the contiguous dimension is odd, such as the MLP mixer's 97:
-    # products take 2 to 3 times as long. Unless it is a multiple of 8, the other one becomes contiguous.
-    for name, w in weights.items():
-        if w.ndim == 2 and w.shape[1] % 8:
-            weights[name] = w.t().contiguous().t()
-    return weights

@@ -156,8 +156,6 @@ def other_format(path):
         return ": it is a web page, not the file behind it"
     if start[8:9] == b"{":
         return ": it looks like safetensors; torch.save(safetensors.torch.load_file(OLD), NEW) converts it"
-    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
-        return ": it is cut off, copy it again"
     return ""
 
 

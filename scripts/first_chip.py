@@ -83,14 +83,14 @@ def main(settings):
             time.sleep(BUSY_SECONDS)
         result = last_words(out / name, exit_code)
         print("   ", result, flush=True)
-        # what is known stays if this process is killed
-        seconds = time.monotonic() - began
+        # both files are written after each part: a kill keeps the finished ones
+        took = time.monotonic() - began
         results[name] = dict(
             exit_code=exit_code,
             result=result,
-            seconds=seconds,
+            seconds=took,
         )
-        table += f"| {name} | {result} | {seconds:.0f} |\n"
+        table += f"| {name} | {result} | {took:.0f} |\n"
         (out / "results.json").write_text(json.dumps(results, indent=1))
         (out / "results.md").write_text(table)
 

@@ -41,7 +41,7 @@ LIMIT = 1e-4
 BY_SEQUENCE = "batch", "carry", "eval", "eval/carry"  # trees whose arrays have a row for each sequence
 
 
-class Replay:
+class GoldenRun:
     """Runs the steps of a golden file and compares each; of several replicas each has its rows of the batch.
 
     It holds what parity knows of train.py: how a Run is made, given a state, let step, and read.
@@ -76,7 +76,7 @@ class Replay:
         return self.worst
 
     def recorded(self, tree_name, k):
-        """Returns {name: array} of an official tree at step k, of its sequences those of this replica.
+        """Returns {name: array} of an official tree at step k; of trees in BY_SEQUENCE, this replica's rows.
 
         k: a state is recorded before the first step and after each, all else at each step.
         """
@@ -173,7 +173,7 @@ def main(settings):
 
 
 def replay_all(device_type):
-    print(json.dumps({path.name: Replay(path, device_type).compare_all() for path in FILES}))
+    print(json.dumps({path.name: GoldenRun(path, device_type).compare_all() for path in FILES}))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def main(argv):
         raise UserError(f"--plot={output_settings.plot}: must be a .png or a .gif")
 
     # the puzzles, and the model for them
-    place, text, known_answers = read_source(source)
+    prefix, text, known_answers = read_source(source)
     [path] = models_given or [choose_model(text)]
     trm, settings = load(path, train_arguments, output_settings.cells)
     # the weights may fit puzzles of another size, of which the text decides
@@ -89,8 +89,8 @@ def main(argv):
     try:
         questions = parse(kind.task, text)
     except UserError as e:
-        raise UserError(f"{place}{e}") from None
-    check_questions(kind, questions, known_answers, place)
+        raise UserError(f"{prefix}{e}") from None
+    check_questions(kind, questions, known_answers, prefix)
     is_file = known_answers or len(questions) > 1 or output_settings.output
     if is_file and (output_settings.steps or output_settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
@@ -113,11 +113,11 @@ def check_new_file(path):
 # Puzzles
 
 def read_source(source):
-    """Returns where puzzles stand, for messages, their text, and {line: known answer} for those of a .csv.
+    """Returns a prefix for messages, the text of the puzzles, and {line: known answer}.
 
-    source: a file, or the text itself. Raises UserError.
+    source: a file, or the text itself. Only a .csv or .tsv file has known answers. Raises UserError.
     """
-    place = f"{source}: "
+    prefix = f"{source}: "
     if re.search(r"\.[ct]sv(\.gz)?$", source.lower()):
         # each question stands in the line of the text where its row ends in the file
         lines = []
@@ -126,24 +126,24 @@ def read_source(source):
             lines += [""] * (number - 1 - len(lines))
             lines.append(row["question"])
             known_answers[number] = row.get("answer") or ""
-        return place, "\n".join(lines), known_answers
+        return prefix, "\n".join(lines), known_answers
     if not os.path.exists(source):
         return "no such file; as a text, ", source, {}
     with open_text(source) as f:
-        return place, f.read(), {}
+        return prefix, f.read(), {}
 
 
-def check_questions(kind, questions, known_answers, place):
+def check_questions(kind, questions, known_answers, prefix):
     """Raises UserError for a row without a question, and for a puzzle without a solution.
 
     Args: see read_source and puzzles.text.parse.
     """
     for line in sorted(known_answers.keys() - questions.keys()):
-        raise UserError(f"{place}line {line}: no question")
+        raise UserError(f"{prefix}line {line}: no question")
     counts = kind.num_solutions(np.stack([*questions.values()]))
     for line, count in zip(questions, counts):
         if count == 0:
-            raise UserError(f"{place}line {line}: the puzzle has no solution")
+            raise UserError(f"{prefix}line {line}: the puzzle has no solution")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def solve_one(settings, trm, kind, question, output_settings, path):
         question: tokens [cells].
     """
     steps = [*weights.watch(settings, trm, question)]
-    # as in evaluate.Queue, of equally confident answers the last one of the first attempt counts
+    # of equally confident answers, the last one of the first attempt counts
     best = max(steps, key=lambda step: (step.confidence, -step.attempt, step.number))
 
     # the question and the answers

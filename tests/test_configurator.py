@@ -240,6 +240,8 @@ def test_help_prints_every_setting():
     "--lr=2 --slow=False": (0, "2.0 ü\n\n", ""),
     "--lr": (2, "", "toy.py: --lr: lr must be of type float, not True: write --lr=VALUE, for example "
              "--lr=0.001\n"),
+    "--help --lr": (2, "", "toy.py: --lr: lr must be of type float, not True: write --lr=VALUE, for example "
+                    "--lr=0.001\n"),
     "--slow=False --fast --path=UserError": (2, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=TransientError": (1, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),

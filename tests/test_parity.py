@@ -14,7 +14,7 @@ each_file = pytest.mark.parametrize("path", parity.FILES, ids=os.path.basename)
 @each_file
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
 def test_training_repeats_the_official_codes_recorded_steps(path, micro_batch_size):
-    parity.Replay(path, "cpu", micro_batch_size=micro_batch_size).compare_all()
+    parity.GoldenRun(path, "cpu", micro_batch_size=micro_batch_size).compare_all()
 
 
 def test_an_unknown_device_is_an_error():
@@ -29,4 +29,4 @@ def test_two_replicas_of_xla_repeat_them_too(path):
 
 
 def xla_replay(rank, path):
-    parity.Replay(path, "xla", micro_batch_size=1).compare_all()
+    parity.GoldenRun(path, "xla", micro_batch_size=1).compare_all()

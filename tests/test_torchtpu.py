@@ -71,7 +71,7 @@ def test_training_repeats_the_official_codes_recorded_steps(tpu, micro_batch_siz
     code = f"""
 import parity
 for path in parity.FILES:
-    replay = parity.Replay(path, "tpu", micro_batch_size={micro_batch_size})
+    replay = parity.GoldenRun(path, "tpu", micro_batch_size={micro_batch_size})
     replay.compare_all()
     print(path, replay.worst, replay.run.device.counts())
 """
