@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import Above0, From0, start
+from configurator import Above0, From0, Rule, start
 from puzzles.arc import ARC, ORIGINAL, apply_version, grid_key, grid_of
-from puzzles.prepare import command_of, name_folder, print_report
+from puzzles.prepare import command_of, name_folder, print_report, refuse_idle
 from puzzles.symmetries import turned
 from puzzles.writer import finish_split, new_dataset
 from runtime.errors import UserError
@@ -43,7 +43,7 @@ class Settings:
     seed: From0 = 42  # decides the order and the versions of the tasks, and generated tasks
     # generated tasks
     size: Above0 = 4  # rows and columns of a grid
-    num_pairs: From0 = 24  # pairs of a task, the last one for the test
+    num_pairs: Rule("2 or more", lambda number: number > 1) = 24  # pairs of a task, the last one for the test
     num_train: From0 = 300  # tasks to train on
     num_test: Above0 = 100  # tasks for the test
     # augmentation
@@ -73,7 +73,10 @@ def main(settings):
         "subsets", "test_subset", "extra", "max_side", "seed", "size", "num_pairs", "num_train", "num_test"])
     # generated grids have one size
     if settings.source == "generate":
+        refuse_idle(settings, ["max_side"])
         settings.max_side = settings.size
+    else:
+        refuse_idle(settings, ["size", "num_pairs", "num_train", "num_test"])
     subsets, left_out = read_subsets(settings)
 
     # draw the order of the tasks, then the versions of each, as the official builder does

@@ -49,7 +49,8 @@ def main(settings):
         "generate": f"maze-{settings.size}x{settings.size}-path-{settings.min_path}",
     }
     num_copies = 7 * settings.aug
-    fill_in_source(settings, dataset_names, 1 + num_copies, ["seed", "num_test"], hub_size="1k")
+    fill_in_source(settings, dataset_names, 1 + num_copies, others=["seed", "num_test"],
+                   of_generated=["size", "min_path", "num_train", "num_test"], hub_size="1k")
 
     # get the mazes, [2, n, cells]: questions and answers
     left_out = {}

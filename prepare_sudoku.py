@@ -49,7 +49,8 @@ def main(settings):
     size = settings.size
     dataset_names = {"hub": "sudoku-extreme", "generate": f"sudoku-{size}x{size}"}
     fill_in_source(settings, dataset_names, settings.num_aug,
-                   ["seed", "min_difficulty", "num_test", "num_hard"])
+                   others=["seed", "min_difficulty", "num_test", "num_hard"],
+                   of_generated=["num_train", "num_test", "num_hard"])
     sizes = [9] if settings.source == "hub" else [*BOXES]
     if size not in sizes:
         raise UserError(f"size must be one of {sizes}, not {size}")

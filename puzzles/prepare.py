@@ -34,7 +34,7 @@ BLOCK = 4000  # puzzles that are solved at a time
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
+def fill_in_source(settings, dataset_names, aug, others, of_generated, hub_size="full"):
     """Fills in source and output_dir of a prepare script's settings. Raises UserError for a wrong setting.
 
     Args:
@@ -42,6 +42,7 @@ def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
         dataset_names: {source: its name}, for hub and generate.
         aug: what the folder's name says after aug: how many copies, for mazes how many versions.
         others: see name_folder.
+        of_generated: names of the settings that only generated puzzles have.
         hub_size: the word for all puzzles of the hub's dataset.
     """
     # files of your own need no --source=csv
@@ -53,17 +54,20 @@ def fill_in_source(settings, dataset_names, aug, others, hub_size="full"):
     if settings.source == "csv" and not (settings.train_csv and settings.test_csv):
         raise UserError("source=csv needs both --train_csv=FILE and --test_csv=FILE")
     is_generated = settings.source == "generate"
-    of_files = "subsample_size", "min_difficulty"
-    of_generated = "num_train", "num_test", "num_hard"
-    for name in of_files if is_generated else of_generated:
-        if getattr(settings, name, None) != settings.defaults.get(name):
-            raise UserError(f"{name} does nothing with --source={settings.source}")
+    refuse_idle(settings, ["subsample_size", "min_difficulty"] if is_generated else of_generated)
 
     # the name says the source, the training puzzles and the copies
     num_puzzles = settings.num_train if is_generated else settings.subsample_size
     everything = hub_size if settings.source == "hub" else "full"
     size = re.sub("000$", "k", str(num_puzzles or everything))
     name_folder(settings, f"{dataset_names[settings.source]}-{size}-aug-{aug}", others)
+
+
+def refuse_idle(settings, names):
+    """Raises UserError for the first of these settings that is not its default."""
+    for name in names:
+        if getattr(settings, name, None) != settings.defaults.get(name):
+            raise UserError(f"{name} does nothing with --source={settings.source}")
 
 
 def name_folder(settings, name, others=()):
