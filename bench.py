@@ -87,7 +87,7 @@ def measure(run, next_inputs, num_steps):
     slots, inputs = evaluation_of(run, next_inputs())
 
     def eval_step():
-        return run.evaluator.program(slots, inputs)["loss"]
+        return run.evaluator.eval_step(slots, inputs)["loss"]
 
     eval_step().cpu()  # the first call compiles
     eval_seconds, _ = seconds_of(num_steps, eval_step)

@@ -53,7 +53,7 @@ class Evaluator:
         self.max_steps = settings.eval_halt_max_steps or settings.halt_max_steps
         self.dtype = getattr(torch, settings.forward_dtype)
         self.supervision_step = device.compile(trm.call_with)
-        self.program = device.compile_step(self.eval_step)
+        self.eval_step = device.compile_step(self.step_all_slots)
 
     def new_slots(self):
         """Returns {"sequences": of TRM.new_sequences, "answers": {name: [slots, ...]}}; all are free."""
@@ -69,11 +69,11 @@ class Evaluator:
         return self.device.put(dict(sequences=sequences, answers=answers))
 
     def inputs(self, weights, puzzle_emb, batch):
-        """Returns the inputs of program(): what weights_of returns, on the device, and a Dataset's batch."""
+        """Returns the inputs of eval_step: what weights_of returns, on the device, and a Dataset's batch."""
         return dict(puzzles=self.device.put(batch), weights=weights, puzzle_emb=puzzle_emb)
 
     @torch.no_grad()
-    def eval_step(self, slots, inputs):
+    def step_all_slots(self, slots, inputs):
         """Runs one supervision step of all slots, in place on them. On XLA it is one program.
 
         Returns {name: [B, ...]}: ANSWERS, repeats, METRICS and LOSS_TERMS of each slot after this step, and
@@ -95,7 +95,7 @@ class Evaluator:
     def step_slots(self, weights, micro_batch):
         """Runs a supervision step of some slots.
 
-        Returns {}, since only training adds something up; the slots after the step, and eval_step's values.
+        Returns {}, since only training adds something up; the slots after the step, and the values of all.
         """
         is_new = micro_batch["sequences"]["steps"] == 0
         result = self.supervision_step(weights, micro_batch["sequences"], micro_batch.get("puzzle_rows"))
@@ -162,7 +162,7 @@ class Queue:
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
         self.halted = np.ones(evaluator.batch_size, bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
-        self.inputs = None  # of the evaluator's program
+        self.inputs = None  # of evaluator.eval_step
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)
@@ -190,16 +190,16 @@ class Queue:
         for supervision_step in range(1, self.evaluator.max_steps + 1):
             if should_stop() or not self.num_unfinished():
                 break
-            results = self.eval_step()
+            results = self.run_step()
             # without eval_patience all attempts leave together: no result is read before the last step
             if self.evaluator.settings.eval_patience or supervision_step == self.evaluator.max_steps:
                 self.collect(results)
         return num_before - self.num_unfinished()
 
-    def eval_step(self):
+    def run_step(self):
         """Runs a supervision step of all slots and returns its results, on the device."""
         self.fill()
-        return self.evaluator.program(self.slot_tensors, self.inputs)
+        return self.evaluator.eval_step(self.slot_tensors, self.inputs)
 
     def fill(self):
         """Gives the free slots the next attempts, which are inputs of the next step."""

@@ -139,7 +139,7 @@ def watch(settings, trm, question):
     attempt = 1
     number = 0
     while queue.num_unfinished():
-        results = queue.eval_step()
+        results = queue.run_step()
         number += 1
         # the slot has its attempt until collect() takes it out
         answer = queue.slots[0].turned_back(results["preds"][0].numpy())

@@ -154,7 +154,7 @@ def steps_of(settings, replica):
     cycles = settings.H_cycles, settings.L_cycles
     return dict(
         train=(partial(run.train_step, cycles=cycles), run.state, next_inputs()),
-        eval=(run.evaluator.program, *bench.evaluation_of(run, next_inputs())),
+        eval=(run.evaluator.eval_step, *bench.evaluation_of(run, next_inputs())),
     )
 
 

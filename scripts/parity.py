@@ -123,7 +123,7 @@ class GoldenRun:
         slots = evaluator.new_slots()
         slots["sequences"] = self.sequences("eval/carry", k)
         inputs = evaluator.inputs(*self.run.eval_weights(), self.recorded("batch", 0))
-        results = tree_map(torch.Tensor.cpu, evaluator.program(slots, inputs))
+        results = tree_map(torch.Tensor.cpu, evaluator.eval_step(slots, inputs))
         self.compare("eval", results, k)
         self.compare("eval/carry", slots["sequences"], k + 1)
         if k + 1 == evaluator.max_steps:

@@ -6,23 +6,24 @@
     python scripts/solve.py out/demo puzzles.csv --output=answers.csv --eval_attempts=1
     python scripts/solve.py out/fork fork.py puzzle.txt --plot=answer.gif     a model that fork.py trained
 
-A puzzle is a text, a file, or - for standard input. It has one of two forms: a line with all its cells, or a
+PUZZLE is a text, a file, or - for standard input. It has one of two forms: a line with all its cells, or a
 line for each row, with an empty line before the next puzzle. A Sudoku has digits, a maze "# SG" (wall, open,
 start, goal), others the symbols of their dataset. Each of . 0 _ * ? is an empty cell unless it is a symbol;
 white space and rulers of | + - = are left out unless they are symbols. A puzzle that begins with - must be in
 a file. A .csv or .tsv file (also .gz) has a puzzle in each row, in the column question. If the rules are
 known, they judge the answers. If not, the answers are compared with the column answer.
 
-The script keeps the most confident answer of all supervision steps. An attempt ends after
-eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As long as no answer is sure, it
-tries copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The model
-is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
-train.py's config files and flags change how it is evaluated, but neither its depth nor its network.
-Forks of examples/ that trained a model run by themselves, unless config files are given. The model of
-examples/houses.py takes Sudokus of every size, in one attempt, since copies would change nothing; its file
-says after how many steps the attempt ends.
-It runs on the CPU in float32, with averaged weights, at full depth. export.py makes a model file of a
-checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
+MODEL is a file of export.py, a run's folder or a checkpoint. It says what it solves and how it is evaluated;
+train.py's config files and flags change how it is evaluated, but neither its depth nor its network. Forks of
+examples/ that trained a model run by themselves, unless config files are given. export.py makes a model file
+of a checkpoint of the official code. docs/arc.md says how to ask a model for ARC.
+
+ATTEMPTS: The script keeps the most confident answer of all supervision steps. An attempt ends after
+eval_halt_max_steps, or once its answer repeats (--eval_patience=0: never). As long as no answer is sure, the
+script tries copies of the puzzle by symmetry and turns the answer back, up to 8 attempts (eval_attempts). The
+model of examples/houses.py takes Sudokus of every size, in one attempt, since copies would change nothing;
+its file says after how many steps the attempt ends. All models run on the CPU, in float32, with averaged
+weights.
 """
 import copy
 import csv

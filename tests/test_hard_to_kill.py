@@ -295,7 +295,7 @@ model.TRM.forward = forward
 
 @pytest.mark.parametrize("flags, phase, words", [
     (["--global_batch_size=3072"], "training from", "stopped at step 0, before its end, nothing to save; "),
-    (["--slow_training=False"], "trained 1 steps", "final evaluation stopped; the same command starts it again")])
+    (["--slow_training=False"], "trained 1 steps", "final evaluation stopped; the same command starts it")])
 def test_a_stop_drops_a_step_that_takes_long(data, flags, phase, words):
     """The step of training takes 5 minutes, and says so."""
     Path("slow.py").write_text(SLOW_STEPS)

@@ -158,7 +158,8 @@ def test_processes_that_would_wait_or_train_alone_are_wrong_input(variables, wor
 
 def test_a_rank_does_not_wait_for_a_name_without_an_address(data):
     Path("soon.py").write_text("from runtime import device\ndevice.ADDRESS_TIMEOUT = 0\n")
-    text = start_train(data, "run", "soon.py", **(hosts(2)[1] | dict(MASTER_ADDR="nowhere.invalid"))).output(2)
+    variables = hosts(2)[1] | dict(MASTER_ADDR="nowhere.invalid")
+    text = start_train(data, "run", "soon.py", **variables).output(2)
     assert "MASTER_ADDR=nowhere.invalid in the environment: this name has no" in text.splitlines()[-1]
 
 
