@@ -33,7 +33,7 @@ from runtime import checkpoint, errors, process
 from runtime.checkpoint import check_settings
 from runtime.engines import check_batch_size, check_ranks, choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
-from runtime.files import duration, newest_whole
+from runtime.files import duration, newest_complete
 from runtime.flops import flops_per_example
 from runtime.log import Log, check_login
 from runtime.process import STOP, StepDropped, restart_watchdog
@@ -477,7 +477,7 @@ def log_steps(run, log, step, total_steps, cycles):
 def check_finite(settings, what, *values):
     """Raises UserError unless all values are finite: a restart would repeat them. what: begins its text."""
     if not all(map(math.isfinite, values)):
-        last_good = newest_whole(settings.out_dir) or "none"
+        last_good = newest_complete(settings.out_dir) or "none"
         raise UserError(f"{what}: lower lr, or begin a new run with an earlier checkpoint; the last good "
                         f"one: {last_good}")
 

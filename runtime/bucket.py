@@ -14,7 +14,7 @@ from pathlib import Path
 import requests
 
 from runtime.errors import TransientError, UserError, writing
-from runtime.files import newest_whole, numbered, outdated, read_json, replacing, step_of
+from runtime.files import complete_checkpoints, newest_complete, outdated, read_json, replacing, step_of
 from runtime.retry import RETRIED, try_again
 
 # A VM's metadata server, by number: looking up its name can hang outside Google Cloud.
@@ -207,17 +207,17 @@ LOGS = ("best.pt", "best.json", "metrics.jsonl", "log.txt", "run.json")
 
 
 def pull(bucket, out_dir):
-    """Brings the newest whole checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
+    """Brings the newest complete checkpoint of the bucket, and its logs, to out_dir, unless that has it."""
     # both must be of the same run
     theirs = bucket.read("run.json", json.loads)
     own = f"{out_dir}/run.json"
     if theirs and os.path.exists(own) and read_json(own) != theirs:
         raise UserError(f"{out_dir} and {bucket.url} hold two different runs: choose another; to move a run, "
                         "copy its files to an empty one")
-    for name in numbered(bucket.list()):
+    for name in complete_checkpoints(bucket.list()):
         # three attempts: a byte of a download may be wrong
         for _ in range(3):
-            if step_of(newest_whole(out_dir)) >= step_of(name):
+            if step_of(newest_complete(out_dir)) >= step_of(name):
                 return
             print(f"fetching {name} from the bucket", flush=True)
             # the .json comes last

@@ -16,16 +16,16 @@ import torch
 
 from runtime.errors import TransientError, UserError, writing
 from runtime.files import (
+    checkpoint_name,
     checkpoint_paths,
     file_hash,
     files_of,
     lock,
-    newest_whole,
+    newest_complete,
     outdated,
     read_json,
     read_metrics,
     replacing,
-    stem,
     step_of,
 )
 from runtime.process import STOP
@@ -109,7 +109,7 @@ def find_start(settings):
 
 
 def find_newest(settings):
-    """Returns the path of the newest whole checkpoint of the bucket and out_dir, or "". Raises UserError."""
+    """Returns the newest complete checkpoint of the bucket and out_dir, a path, or "". Raises UserError."""
     # try the bucket now, before hours of training
     out_dir = settings.out_dir
     bucket = None
@@ -128,7 +128,7 @@ def find_newest(settings):
     # bring the bucket's newest to out_dir, if it is newer; then that has the newest of both
     if bucket:
         pull(bucket, out_dir)
-    newest = newest_whole(out_dir, print)
+    newest = newest_complete(out_dir, print)
     # a run that has had a checkpoint does not silently start again
     must_exist = settings.init_from == "resume" or settings.eval_only or checkpoint_paths(out_dir)
     if must_exist and not newest:
@@ -171,12 +171,13 @@ def check_hosts(start, settings, device):
     if settings.eval_only:
         return
     # the newest checkpoint of all hosts, if it is newer than the one that is resumed
-    own_step = step_of(newest_whole(settings.out_dir, newer_than=start.step))
+    own_step = step_of(newest_complete(settings.out_dir, newer_than=start.step))
     newest_step, host = max(device.all_gather((own_step, device.host)))
     if newest_step < 0:
         return
-    resumed = stem(start.step) if start.is_resume else "no checkpoint"
-    line = f"--out_dir={settings.out_dir} has {stem(newest_step)} on host {host}, and {resumed} on rank 0's"
+    resumed = checkpoint_name(start.step) if start.is_resume else "no checkpoint"
+    line = (f"--out_dir={settings.out_dir} has {checkpoint_name(newest_step)} on host {host}, and {resumed} "
+            "on rank 0's")
     if not settings.gcs_dir:
         raise UserError(f"{line}: choose a folder that all hosts share, or a --gcs_dir")
     if device.rank == 0:
@@ -201,7 +202,7 @@ class Checkpoints:
         self.out_dir = settings.out_dir
         self.score = score
         self.say = say
-        self.newest = stem(start.step)  # the last good checkpoint; a new run has none yet
+        self.newest = checkpoint_name(start.step)  # the last good checkpoint; a new run has none yet
         self.run_id = start.run_id or secrets.token_hex(4)
         self.is_written = True
         self.best_score = -1.0
@@ -257,7 +258,7 @@ class Checkpoints:
 
     def save(self, step, metrics, name=""):
         """Writes a checkpoint and its .json, unless this step has one."""
-        name = name or stem(step)
+        name = name or checkpoint_name(step)
         if self.run.device.rank == 0:
             self.is_written = name == self.newest or self.write(name, step, metrics)
 
@@ -288,7 +289,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk by a RuntimeError
             self.say(f"checkpoint not written (is the disk full?): {e}")
             return False
-        # older checkpoints go once the new one is whole; best.pt does not count towards keep_last_n
+        # older checkpoints go once the new one is complete; best.pt does not count towards keep_last_n
         if name != "best":
             self.newest = name
             self.prune()

@@ -160,12 +160,12 @@ def other_format(path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Checkpoints: their names, and which of them are whole
+# Checkpoints: their names, and which of them are complete
 
 UNFINISHED = r"(ckpt_\d+|best)\.(pt|json)\.tmp"  # what a process that was killed was writing
 
 
-def stem(step):
+def checkpoint_name(step):
     """Returns the name of a step's checkpoint without its ending."""
     return f"ckpt_{step:08d}"
 
@@ -176,7 +176,7 @@ def step_of(name):
     return int(match[1]) if match else -1
 
 
-def numbered(names):
+def complete_checkpoints(names):
     """Returns the numbered checkpoints that have a .pt and a .json among the files `names`, newest first."""
     proven = [name.removesuffix(".json") for name in names if re.fullmatch(r"ckpt_\d+\.json", name)]
     return sorted((name for name in proven if name + ".pt" in names), key=step_of, reverse=True)
@@ -187,7 +187,7 @@ def outdated(names, newest, keep_last_n):
 
     names: all files. newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
     """
-    steps = [step for step in map(step_of, numbered(names)) if step <= step_of(newest)]
+    steps = [step for step in map(step_of, complete_checkpoints(names)) if step <= step_of(newest)]
     oldest = min(steps[:keep_last_n], default=0)  # of those that stay
     older = [name for name in names if re.fullmatch(r"ckpt_\d+\.(pt|json)", name) and step_of(name) < oldest]
     unfinished = [name for name in names if re.fullmatch(UNFINISHED, name)]
@@ -202,10 +202,10 @@ def files_of(folder):
 
 def checkpoint_paths(out_dir):
     """Returns the paths of the numbered checkpoints that have a .json, newest first."""
-    return [f"{out_dir}/{name}.pt" for name in numbered(files_of(out_dir))]
+    return [f"{out_dir}/{name}.pt" for name in complete_checkpoints(files_of(out_dir))]
 
 
-def newest_whole(out_dir, say=lambda line: None, newer_than=-1):
+def newest_complete(out_dir, say=lambda line: None, newer_than=-1):
     """Returns the path of the newest checkpoint with the hash in its .json, or ""; says which are damaged.
 
     newer_than: a step. Its checkpoint and older ones are passed over.
@@ -217,7 +217,7 @@ def newest_whole(out_dir, say=lambda line: None, newer_than=-1):
         try:
             if read_json(path.removesuffix("pt") + "json")["sha256"] == file_hash(path):
                 return path
-        except Exception as e:  # whatever it is, the one before may be whole
+        except Exception as e:  # whatever it is, the one before may be complete
             cause = e
         say(f"skipped {path}: damaged ({cause})")
     return ""

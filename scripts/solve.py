@@ -47,7 +47,7 @@ from configurator import From0, configure, split_arguments
 from puzzles import kind_of, sigmoid
 from puzzles.text import csv_rows, open_text, parse, squeezed
 from runtime.errors import UserError, writing
-from runtime.files import newest_whole, read_torch_file, replacing, to_stderr
+from runtime.files import newest_complete, read_torch_file, replacing, to_stderr
 from runtime.process import command
 from runtime.saved import missing_forks
 from weights import load_model
@@ -347,7 +347,7 @@ def configured(*train_arguments):
 
 def file_of(path):
     """Returns the path of a file, or of the newest checkpoint in a run's folder. Raises UserError."""
-    file = newest_whole(path, print) if os.path.isdir(path) else path
+    file = newest_complete(path, print) if os.path.isdir(path) else path
     if not os.path.isfile(file):
         raise UserError(f"{path}: neither a file nor a folder with a complete checkpoint")
     return file

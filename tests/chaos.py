@@ -39,7 +39,7 @@ from helpers import (
     upload,
 )
 
-from runtime.files import numbered
+from runtime.files import complete_checkpoints
 
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (
@@ -196,7 +196,7 @@ class Slice(Cloud):
             objects, _ = self.front.storage.get_file_list("bucket", "run/", None)
         names = [item["name"].removeprefix("run/") for item in objects]
         (self.cloud / "bucket").write_text("\n".join(names))
-        self.complete = max((int(name[5:]) for name in numbered(names)), default=0)
+        self.complete = max((int(name[5:]) for name in complete_checkpoints(names)), default=0)
         with suppress(OSError):
             pid, text = (read(self.home(1) / "trm/run" / name) for name in ("pid", "output.txt"))
             # the step that training starts from, and those of the log

@@ -46,7 +46,7 @@ from helpers import (
 import train
 from runtime.bucket import Bucket, Mirror
 from runtime.errors import TransientError, UserError
-from runtime.files import checkpoint_paths, locked, numbered, outdated, read_lines
+from runtime.files import checkpoint_paths, complete_checkpoints, locked, outdated, read_lines
 from runtime.log import Log
 from runtime.process import STOP
 
@@ -75,7 +75,7 @@ def test_kills_and_lost_machines_lose_nothing(data, front):
         with begun(start_train(data, "run", *flags, URL, "--init_from=auto")) as process:
             time.sleep(draw.uniform(0, 0.25))
             if start == 1:
-                wait_for(lambda: numbered(in_bucket()))
+                wait_for(lambda: complete_checkpoints(in_bucket()))
             if start == 3:
                 process.output()
     # the new machine went on from the bucket's checkpoint
@@ -90,7 +90,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_last_step():
     """As text, the name of step 99,999,999 comes after the one of step 100,000,000."""
     older, newest = "ckpt_99999999", "ckpt_100000000"
     names = [name + ending for name in (older, newest) for ending in (".json", ".pt")]
-    assert numbered(names) == [newest, older]
+    assert complete_checkpoints(names) == [newest, older]
     assert outdated(names, newest, 1) == names[:2] and outdated(names, older, 1) == []
 
 
@@ -125,7 +125,7 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     assert same(last_weights("second"), last_weights(whole[0])) and curve("second") == curve(whole[0])
 
     # if no checkpoint of the bucket is whole, a run does not start from scratch
-    for name in numbered(bucket.list()):
+    for name in complete_checkpoints(bucket.list()):
         bucket.write(f"{name}.json", b"{}")
     text = run(data, "third", URL, "--init_from=auto", code=2)
     assert "no complete checkpoint" in text and "ckpt_00000040.pt: damaged" in text
@@ -227,7 +227,7 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front):
             process.terminate()
             text = process.output(3, timeout=30)
     assert "to continue:" in text and "trying again in 1 s" in text
-    assert numbered(os.listdir("run")) == numbered(in_bucket()) != []
+    assert complete_checkpoints(os.listdir("run")) == complete_checkpoints(in_bucket()) != []
 
 
 def test_a_stop_ends_the_last_upload_of_a_complete_run(data, out, front, at_once, monkeypatch):
@@ -455,7 +455,7 @@ data.Dataset.train_batch = stall
 """
 BREAKS = """
 from runtime import checkpoint
-checkpoint.newest_whole = lambda *_: 1 / 0
+checkpoint.newest_complete = lambda *_: 1 / 0
 """
 FULL_DISK = """
 import resource
