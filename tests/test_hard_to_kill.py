@@ -5,9 +5,7 @@ real, the storage is emulated.
 """
 import errno
 import fcntl
-import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -42,7 +40,7 @@ from helpers import (
 
 import train
 from runtime.bucket import Bucket
-from runtime.errors import TransientError, UserError
+from runtime.errors import UserError
 from runtime.files import checkpoint_paths, locked, numbered
 
 URL = "--gcs_dir=gs://bucket/run"
@@ -56,23 +54,27 @@ def in_bucket():
 
 
 def test_kills_and_lost_machines_lose_nothing(data, front):
-    """SIGKILL at random moments, then init_from=auto, once on a new machine; requests to the bucket fail."""
+    """SIGKILL, then init_from=auto, once on a new machine; requests to the bucket fail at random."""
     # so many steps that a fast machine does not end before it is killed
     flags = ["--max_steps=120", "--checkpoint_interval=5", "--keep_last_n=2"]
     run(data, "whole", *flags)
 
-    # the first process is killed early, the second one after an upload, the fourth one is not
-    draw = random.Random(0)
+    def start():
+        return begun(start_train(data, "run", *flags, URL, "--init_from=auto"))
+
     front.script = draw_faults(0, 0.05)
-    for start in range(4):
-        if start == 2:
-            shutil.rmtree("run")
-        with begun(start_train(data, "run", *flags, URL, "--init_from=auto")) as process:
-            time.sleep(draw.uniform(0, 0.25))
-            if start == 1:
-                wait_for(lambda: numbered(in_bucket()))
-            if start == 3:
-                process.output()
+    with start():
+        time.sleep(0.2)
+    # killed after an upload
+    with start():
+        wait_for(lambda: numbered(in_bucket()))
+    # killed on a new machine, and not killed
+    shutil.rmtree("run")
+    with start():
+        time.sleep(0.1)
+    with start() as process:
+        process.output()
+
     # the new machine went on from the bucket's checkpoint
     starts = re.findall(r"^training from step (\d+) ", Path("run/log.txt").read_text(), re.MULTILINE)
     assert int(starts[-1]) > 0
@@ -118,14 +120,6 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     assert "no complete checkpoint" in text and "ckpt_00000040.pt: damaged" in text
 
 
-def test_a_bucket_that_has_had_a_checkpoint_is_not_begun_again(data, front, monkeypatch):
-    """Another machine prunes the newest one between the list and its download."""
-    run(data, "first", URL, "--max_steps=2")
-    monkeypatch.setattr(Bucket, "download", lambda self, name, path: False)
-    with pytest.raises(TransientError, match="ckpt_00000002 was deleted before it was read"):
-        run(data, "second", URL, "--init_from=auto")
-
-
 def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, front, monkeypatch):
     """A machine that finds the .json finds all else."""
     write = mock.create_autospec(Bucket.write, side_effect=Bucket.write)
@@ -145,17 +139,6 @@ def test_a_folder_and_a_bucket_of_two_runs_are_not_mixed(data, front, out):
     assert f"{URL} holds a run" in run(data, "second", URL, code=2)
     text = run(data, "first", "--max_steps=10", other, "--init_from=auto", code=2)
     assert "first and gs://bucket/other hold two different runs" in text
-
-
-def test_a_damaged_best_json_and_damaged_lines_of_the_metrics_are_skipped(data, out):
-    before = curve(out, "eval/exact_accuracy")
-    Path(out, "best.json").write_text('{"metrics": 5}')
-    metrics = Path(out, "metrics.jsonl")
-    metrics.write_text('{"step": 4, "tr\n["step"]\n' + metrics.read_text())
-    run(data, out, *AUTO, "--max_steps=41")
-    assert json.loads(Path(out, "best.json").read_text())["step"] == 41
-    after = curve(out, "eval/exact_accuracy")
-    assert after.pop(41) is not None and after == before
 
 
 def test_a_file_system_without_locks_costs_a_warning(monkeypatch, capsys):
@@ -214,19 +197,19 @@ checkpoint.Checkpoints.write = write
 """
 
 
-@pytest.mark.parametrize("names, code", [
-    ("SIGTERM SIGTERM SIGHUP SIGTERM SIGINT", 3), ("SIGTERM SIGINT SIGINT", -signal.SIGKILL)])
-def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, names, code):
+@pytest.mark.parametrize("signals, code", [
+    ([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 3),
+    ([signal.SIGINT, signal.SIGINT], -signal.SIGKILL)])
+def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, signals, code):
     """The save takes longer than the 4 seconds after which process.command() ends other commands."""
     Path("slow_disk.py").write_text(SLOW_DISK)
     flags = ["slow_disk.py", *ENDLESS, "--checkpoint_interval=0"]
-    first, *others = names.split()
     with begun(start_train(data, "run", *flags), "step 1:") as process:
-        os.kill(process.pid, signal.Signals[first])
+        process.terminate()
         with begun(process, "saving and stopping; a second Ctrl-C kills"):
-            for name in others:
+            for number in signals:
                 time.sleep(0.2)
-                os.kill(process.pid, signal.Signals[name])
+                os.kill(process.pid, number)
             text = process.output(code)
     assert bool(checkpoint_paths("run")) == ("to continue:" in text) == (code == 3)
 
@@ -264,9 +247,9 @@ def test_a_stop_drops_a_step_that_takes_long(data, flags, phase, words):
 
 def test_a_job_that_was_suspended_goes_on_until_its_terminal_closes(data):
     """A batch system suspends it for longer than stall_timeout."""
-    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=3"), "step 1:") as process:
+    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=6"), "step 1:") as process:
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(4)
+        time.sleep(7)
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(1)
         os.kill(process.pid, signal.SIGHUP)
@@ -305,7 +288,6 @@ def test_ctrl_c_while_a_dataset_is_made(data):
 
 
 def test_a_stop_ends_the_attempts_at_a_request(data, front):
-    """test_gcs.py has a request that takes long."""
     front.script = [503] * 1000
     with begun(start_train(data, "run", URL), "trying again in 2 s") as process:
         process.terminate()
@@ -356,7 +338,7 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front):
     assert set(in_bucket()) == files and set(os.listdir("run")) == files | {"thesis.tmp", "run.lock"}
 
 
-def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):
+def test_a_lower_keep_last_n_makes_room_on_a_full_disk(data, out, monkeypatch):
     def save_on_full_disk(state, file):
         if len(list(Path(out).glob("*.pt*"))) > 5:
             raise RuntimeError("[enforce fail] unexpected pos 6464 vs 6358")
@@ -364,11 +346,8 @@ def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, mon
 
     save = torch.save
     monkeypatch.setattr(torch, "save", save_on_full_disk)
-    with pytest.raises(SystemExit, match="1"):
-        run(data, out, *AUTO, "--max_steps=60")
-    assert Path(out, "log.txt").read_text().count("checkpoint not written (is the disk full?): ") == 2
     run(data, out, *AUTO, "--max_steps=60", "--keep_last_n=1")
-    assert checkpoint_paths(out) == [f"{out}/ckpt_00000060.pt"] and not list(Path(out).glob("*.tmp"))
+    assert checkpoint_paths(out) == [f"{out}/ckpt_00000060.pt"]
 
 
 # Several ranks, each as on its own host: what ends one must end all, with the right exit code.
@@ -449,13 +428,13 @@ def test_an_error_of_rank_0_that_nobody_expects_ends_all(data):
 
 def test_a_rank_that_stalls_ends_all(data):
     Path("fork.py").write_text(STALLS)
-    for text in two_ranks(data, [["../fork.py", "--stall_timeout=4"]] * 2, 1):
-        assert "Timeout (0:00:04)!" in text, text
+    for text in two_ranks(data, [["../fork.py", "--stall_timeout=5"]] * 2, 1):
+        assert "Timeout (0:00:05)!" in text, text
     assert os.path.exists("host0/run/ckpt_00000010.json")
 
 
 def test_ranks_agree_that_the_last_checkpoint_cannot_be_written(data):
     """Rank 0's disk is full: its peer must not wait for it in the evaluation."""
     Path("fork.py").write_text(FULL_DISK)
-    assert "checkpoint not written" in two_ranks(data, [["../fork.py"], []], 1)[0]
+    assert "checkpoint not written (is the disk full?): " in two_ranks(data, [["../fork.py"], []], 1)[0]
     assert not list(Path("host0/run").glob("ckpt*"))
