@@ -175,8 +175,6 @@ def test_puzzles_leave_an_evaluation_early_on_any_number_of_replicas(data):
     assert 2 < float(re.search(r"evaluation: .* steps (\S+)", text)[1]) < 9, text
     two = saved_answers("run", 120)["preds"]
     assert (one != two).any(1).sum() <= 4  # where rounding repeats an answer
-    text = on_replicas(2, xla_run, [*again, "--eval_final_max_puzzles=1"])
-    assert "puzzles 1\n" in text  # one rank has none
 
 
 @pytest.mark.xla
