@@ -17,6 +17,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,12 +40,14 @@ from helpers import (
     upload,
 )
 
-from runtime.files import complete_checkpoints
+from runtime.files import complete_checkpoints, step_of
 
 INTERVAL = 5  # steps between checkpoints
 SETTINGS = (
     "--device=cpu", *TINY, "--global_batch_size=24", "--lr=1e-3", "--log_interval=1",
     f"--checkpoint_interval={INTERVAL}", "--keep_last_n=2", "--eval_interval=20", "--eval_max_puzzles=20")
+# what the hosts get of the project
+COPY = 'cp -r "$0"/{*.py,puzzles,runtime,requirements*.txt,.gitignore} .'
 # python3 -m venv on a host: links to the Python that runs this, and a pip that installs nothing
 PYTHON3 = f"""
 mkdir -p venv/bin
@@ -73,17 +76,12 @@ def chaos(folder, names, seed=0, steps=200):
     with slice_with_data(folder, seed) as tpu:
         tpu.start_keep(steps)
         for i, name in enumerate(names):
-            # each fault in its share of the run, but every fifth during the restart before it
-            if i % 5 == 4:
-                time.sleep(draw.uniform(0, 8))
-            else:
-                step = 3 + int((steps - 25) * (i + draw.random()) / len(names))
-                observe_until(tpu, partial(tpu.is_past, step), f"step {step}")
+            # each fault in its share of the run
+            step = 3 + int((steps - 25) * (i + draw.random()) / len(names))
+            observe_until(tpu, partial(tpu.is_past, step), f"step {step}")
             FAULTS[name](tpu, draw)
-            print(f"step {tpu.mark.last}: {name}", flush=True)
-            if i % 5 != 3:
-                observe_until(tpu, tpu.has_recovered, f"step after {name}", seconds=240)
-                print(f"the next step came after {time.time() - tpu.mark.time:.1f} s", flush=True)
+            print(f"{name} after step {tpu.runs[-1].last}", flush=True)
+            observe_until(tpu, tpu.has_recovered, f"step after {name}", seconds=240)
         assert tpu.keep.wait(300) == 0, f"keep ended with exit code {tpu.keep.returncode}"
         check_end(tpu, steps)
         check_weights(tpu, steps)
@@ -107,19 +105,25 @@ def observe_until(tpu, condition, description, seconds=120):
 
 def kill_rank(tpu, draw, how=signal.SIGKILL):
     ranks = observe_until(tpu, tpu.all_ranks, "process for each rank")
-    tpu.set_mark()
+    tpu.note_fault()
     os.kill(draw.choice(ranks), how)
 
 
 def preempt(tpu, draw):
     observe_until(tpu, tpu.home(1).is_dir, "slice")
-    tpu.set_mark()
+    tpu.note_fault()
     tpu.preempt()
+
+
+def preempt_twice(tpu, draw):
+    """Preempts the slice once more while the run starts again."""
+    preempt(tpu, draw)
+    time.sleep(draw.uniform(0, 8))
+    preempt(tpu, draw)
 
 
 def preempt_in_upload(tpu, draw):
     """Preempts the slice while requests take half a second longer, in which training goes on."""
-    observe_until(tpu, tpu.has_recovered, "step")
     step = tpu.runs[-1].last + draw.randrange(INTERVAL, 3 * INTERVAL)
     faults = tpu.front.script
     tpu.front.script = ["slow"] * 10_000
@@ -133,6 +137,7 @@ FAULTS = {
     "SIGTERM to one rank": partial(kill_rank, how=signal.SIGTERM),
     "a rank hangs": partial(kill_rank, how=signal.SIGSTOP),
     "preemption": preempt,
+    "preemption during a restart": preempt_twice,
     "preemption during slow uploads": preempt_in_upload,
 }
 
@@ -161,26 +166,21 @@ def slice_with_data(folder, seed=0):
 class Slice(Cloud):
     """The simulated slice with a copy of the project, and what its run prints.
 
-    runs: each run that trained: pid, first and last step. mark: time, pid and last step of a fault, and
-    the newest complete checkpoint that the bucket had then.
+    runs: each run that trained: pid, first and last step. struck, complete: the pid of the run that the last
+    fault struck, and the newest complete checkpoint that the bucket had then.
     """
 
     def __init__(self, folder, front):
         shared = dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
         rank_0, rank_1 = hosts(2)
         super().__init__(folder, [shared | rank_1 | dict(HOST="0"), shared | rank_0 | dict(HOST="1")])
-        for pattern in ("*.py", "puzzles/*.py", "runtime/*.py", "requirements*.txt", ".gitignore"):
-            for path in ROOT.glob(pattern):
-                copy = self.project / path.relative_to(ROOT)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copy(path, copy)
+        subprocess.run(["bash", "-ec", COPY, ROOT], cwd=self.project, check=True)
         write_program(self.cloud / "host_bin/python3", PYTHON3)
         write_program(self.cloud / "bin/python3", "exit 1")  # the user's machine has no torch
         self.front = front
         self.output = folder / "keep.txt"
         self.keep = None
         self.runs = []
-        self.set_mark()
 
     def start_keep(self, steps):
         command = ["train.py", *SETTINGS, f"--max_steps={steps}", "--out_dir=out/run", "--stall_timeout=20",
@@ -191,12 +191,11 @@ class Slice(Cloud):
                 MAX_FAILURES="5")  # the faults come faster than checkpoints
 
     def observe(self):
-        """Tells gcloud what the bucket holds, and reads what rank 0 printed."""
+        """Tells gcloud what the bucket holds, and reads what rank 0 printed. Returns the bucket's names."""
         with self.front.lock:
             objects, _ = self.front.storage.get_file_list("bucket", "run/", None)
         names = [item["name"].removeprefix("run/") for item in objects]
         (self.cloud / "bucket").write_text("\n".join(names))
-        self.complete = max((int(name[5:]) for name in complete_checkpoints(names)), default=0)
         with suppress(OSError):
             pid, text = (read(self.home(1) / "trm/run" / name) for name in ("pid", "output.txt"))
             # the step that training starts from, and those of the log
@@ -205,31 +204,31 @@ class Slice(Cloud):
                 self.runs.append(SimpleNamespace(pid=pid, first=steps[0]))
             if steps:
                 self.runs[-1].last = max(steps)
+        return names
 
     def is_past(self, step):
         return self.runs and self.runs[-1].last >= step
 
-    def set_mark(self):
-        """Notes that a fault strikes."""
-        self.observe()
-        run = self.runs[-1] if self.runs else SimpleNamespace(pid=None, last=0)
-        self.mark = SimpleNamespace(time=time.time(), pid=run.pid, last=run.last, complete=self.complete)
+    def note_fault(self):
+        """Notes what a fault strikes."""
+        names = self.observe()
+        self.struck = self.runs[-1].pid
+        self.complete = max((step_of(name) for name in complete_checkpoints(names)), default=0)
 
     def has_recovered(self):
         """Returns True if a new run has made a step, or keep is done."""
-        if not self.runs or self.keep.poll() == 0:
-            return bool(self.runs)
         run = self.runs[-1]
-        if run.pid == self.mark.pid:
+        if self.keep.poll() == 0:
+            return True
+        if run.pid == self.struck:
             return False
-        complete = self.mark.complete
-        assert run.first >= complete, f"restarted at step {run.first}; {complete} was complete"
+        assert run.first >= self.complete, f"restarted at step {run.first}; {self.complete} was complete"
         return run.last > run.first
 
     def all_ranks(self):
         """Returns the pid of the process that trains on each host, or [] unless both do."""
-        pids = [processes(self.home(host), r"python3?\0-u\0train.py\0") for host in range(2)]
-        return sum(pids, []) if list(map(len, pids)) == [1, 1] else []
+        pids = processes(self.cloud / "hosts", r"python3?\0-u\0train.py\0")
+        return pids if len(pids) == 2 else []
 
 
 def read(path):

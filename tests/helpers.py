@@ -296,8 +296,8 @@ class Front(http.server.BaseHTTPRequestHandler):
 
     server.faults: {a part of an object's name: the fault of the first request for such an object}.
     Kinds of requests: insert (an upload), media (a download), list, DELETE. server.log has the kind of each.
-    A fault is a status; a function, which is called before the request takes effect; "stall" or "slow": the
-    answer comes late; "short": the connection breaks before the end of the answer.
+    A fault is a status; "stall" or "slow": the answer comes late; "short": the connection breaks before its
+    end.
     """
 
     def do(self):
@@ -317,12 +317,8 @@ class Front(http.server.BaseHTTPRequestHandler):
         if kind in server.denied:
             fault = 403
 
-        # before the request takes effect
-        time.sleep(PAUSES.get(fault, 0))
-        if callable(fault):
-            fault()
-
         # the answer; the emulator takes one request at a time
+        time.sleep(PAUSES.get(fault, 0))
         connection = self.wfile
         self.wfile = io.BytesIO()
         with server.lock:

@@ -1,6 +1,6 @@
 """bench.py at tiny sizes: figures, the default batch, forks.
 
-test_model.py counts FLOPs, and test_machines.py joins two processes.
+test_model.py counts FLOPs.
 """
 import json
 from pathlib import Path

@@ -2,7 +2,6 @@
 
 test_resume.py runs each config file of the project.
 """
-import math
 import os
 import pickle
 import re
@@ -41,24 +40,18 @@ class Settings:
 DEFAULTS = dict(undocumented=3, path="data/toy", batch=16, lr=1e-3, shift=-1, fast=False, slow=True)
 
 
-def settings_class_of(script):
-    """Returns the class Settings in the text of a script."""
-    names = {}
-    exec(script, names)
-    return names["Settings"]
-
-
 @pytest.fixture
 def toy():
     """Runs configure() on the toy script in a folder with the given files, {name: text}."""
-    settings_class = settings_class_of(SCRIPT)
+    script = {}
+    exec(SCRIPT, script)
 
     def run(*argv, **files):
         for name, text in files.items():
             path = Path(name.replace("__", "/") + ".py")
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        return configure(settings_class, argv)
+        return configure(script["Settings"], argv)
 
     yield run
     # these forks have replaced nothing
@@ -66,10 +59,8 @@ def toy():
 
 
 @pytest.mark.parametrize("flag, value", {
-    "--lr=3e-4": 3e-4, "--lr=2": 2.0, "--batch=10_000": 10000, "--shift=-7": -7,
-    "--lr=-inf": -math.inf,
-    "--fast": True, "--fast=true": True, "--slow=False": False, "--path=": "", "--path=123": "123",
-    "--path=True": "True", "--path=a=b c": "a=b c", "--path='q'": "'q'"}.items())
+    "--lr=3e-4": 3e-4, "--lr=2": 2.0, "--batch=10_000": 10000, "--fast": True, "--fast=true": True,
+    "--slow=False": False, "--path=": "", "--path=123": "123", "--path=a=b c": "a=b c"}.items())
 def test_a_flag_is_a_value_of_the_settings_type(toy, flag, value):
     name = flag.lstrip("-").partition("=")[0]
     settings = vars(toy(flag))
@@ -140,10 +131,8 @@ except ZeroDivisionError as _e:
     ("--lr", "--lr: lr must be of type float, not True: write --lr=VALUE, for example --lr=0.001"),
     ("--batch=1.5", "batch must be of type int, not '1.5': write --batch=VALUE, for example --batch=16"),
     ("lr=3", "lr=3: no config file (.py) is there; a setting is written --key=value"),
-    ("gone.py", "gone.py: no config file (.py) is there"),
     ("-lr=3", "-lr=3: a flag begins with two dashes: --lr=3"),
     ("--batch=0", "batch must be above 0 and below 2^31, not 0"),
-    ("--batch=2147483648", "batch must be above 0 and below 2^31, not 2147483648"),
 ])
 def test_a_wrong_argument_is_named(toy, argument, message):
     with pytest.raises(UserError, match=re.escape(message)):
@@ -151,7 +140,6 @@ def test_a_wrong_argument_is_named(toy, argument, message):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("btach = 3", "a.py: unknown setting btach; the closest is batch"),
     ("lr = '1e-3'", "a.py: lr must be of type float, not '1e-3': "),
     ("lr = 1.0\nbatch = (3\n", "a.py: SyntaxError: '(' was never closed (a.py, line 2)"),
     ("def half(n):\n    return n // zero\nbatch = half(3)", "a.py:2: NameError: name 'zero' is not defined"),
@@ -159,7 +147,6 @@ def test_a_wrong_argument_is_named(toy, argument, message):
     ("import numpy\nnew(clip=numpy.float64(1))",
      "a.py:2: TypeError: clip must be a number, a string or a bool, not np.float64(1.0)"),
     ("run('b.py')", "No such file or directory: 'b.py'"),
-    ("run('a.py')", "RecursionError"),
     ("class Settings:\n    lr = 1.0", "a.py is a copy of a script and no config file: python a.py runs it"),
 ])
 def test_a_wrong_line_of_a_config_file_is_named(toy, text, message):
@@ -185,14 +172,6 @@ exec("path = 'here'")
 def test_what_a_fork_adds_stays_as_it_was_assigned(toy):
     text = "new(clip=1.0)\nnew(clip=1.0)\nassert clip == {}"
     assert toy("a.py", "--clip=2", "b.py", a=text.format(1), b=text.format(2)).clip == 2.0
-
-
-@pytest.mark.parametrize("line", [
-    "width = os.cpu_count", "width = (1, 2)", "width = depth = None", "width: object = [1]"])
-def test_a_line_that_looks_like_a_setting_and_is_none(line):
-    edited = SCRIPT.replace("# optimizer\n", line + "\n")
-    with pytest.raises(UserError, match="no setting width: "):
-        print(configure(settings_class_of(edited), []).width)
 
 
 ERROR = "toy.py: an error of two lines\n"
@@ -234,19 +213,16 @@ def test_help_prints_every_setting():
     settings = SCRIPT.partition("class Settings:")[2].replace("\n    ", "\n")
     code, text, _ = toy_command("--help")
     assert not code and text.startswith("Trains a toy.\n\n") and text.endswith(f"\n{settings}\n")
+    # scripts/tpu.sh asks so for mistyped flags
+    code, _, error = toy_command("--help --lrr=1")
+    assert code == 2 and "unknown setting lrr" in error
 
 
 @pytest.mark.parametrize("arguments, done", {
-    "--lr=2 --slow=False": (0, "2.0 ü\n\n", ""),
-    "--lr": (2, "", "toy.py: --lr: lr must be of type float, not True: write --lr=VALUE, for example "
-             "--lr=0.001\n"),
-    "--help --lr": (2, "", "toy.py: --lr: lr must be of type float, not True: write --lr=VALUE, for example "
-                    "--lr=0.001\n"),
     "--slow=False --fast --path=UserError": (2, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=TransientError": (1, "0.001 ü\n\n", ERROR),
     "--slow=False --fast --path=KeyboardInterrupt": (3, "0.001 ü\n\n", "toy.py: stopped\n"),
-    "| true": (1, "", ""), "--help | true": (1, "", ""), ">&-": (0, "", ""),
-    "--lr=2 --slow=False 2>&-": (0, "2.0 ü\n\n", "")}.items())
+    "| true": (1, "", ""), "--lr=2 --slow=False 2>&-": (0, "2.0 ü\n\n", "")}.items())
 def test_how_a_command_ends_has_its_exit_code_and_its_words(arguments, done):
     """Expected errors are one line. A reader that leaves, as `| head` does, causes none."""
     assert toy_command(arguments) == done
@@ -271,7 +247,5 @@ def test_a_stop_that_python_drops_ends_a_command():
 
 def test_code_that_reads_a_missing_setting_is_named(toy):
     """For example a model.py that was edited for a copy of train.py."""
-    settings = toy()
     with pytest.raises(UserError, match=r"^.*test_configurator\.py:\d+: no setting clip: "):
-        print(settings.clip)
-    assert not hasattr(settings, "clip") and vars(pickle.loads(pickle.dumps(settings))) == DEFAULTS
+        print(toy().clip)

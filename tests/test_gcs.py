@@ -4,17 +4,14 @@ Against gcp-storage-emulator, behind a front that breaks requests as networks an
 """
 import os
 import shutil
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-import requests
 import torch
+from fork_server import PipedProcess
 from helpers import Hub, Server, run, stored, upload, wait_for
 
 from data import Dataset
@@ -35,7 +32,7 @@ def bucket(front, at_once, monkeypatch):
 
 # Uploads, downloads, lists.
 
-@pytest.mark.parametrize("fault", [429, "short", "stall"])
+@pytest.mark.parametrize("fault", ["short", "stall"])
 def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
     Path("file").write_bytes(CONTENT)
     front.script = [fault, None] * 3
@@ -48,8 +45,8 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
 @pytest.mark.parametrize("fault, faults, error, message", [
     (503, 9, TransientError, "status 503 a fault"),
     (200, 9, TransientError, "not the answer of a bucket"),
-    (302, 1, UserError, "status 302"),  # as a proxy's or a hotel's
-    (403, 1, UserError, "status 403 .*give the account the role Storage Object Admin"),
+    # the answer of a proxy, or of a hotel
+    (302, 1, UserError, "status 302 .*give the account the role Storage Object Admin"),
 ])
 def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
         bucket, front, fault, faults, error, message):
@@ -57,21 +54,6 @@ def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
     front.script = [fault] * faults
     with pytest.raises(error, match=f"^gs://bucket/run/a: {message}"):
         bucket.write("a", b"x")
-
-
-def test_a_bucket_in_which_nothing_can_be_replaced_is_named_before_a_run(bucket, front):
-    """A retention policy, or a role without storage.objects.delete: GCS then refuses both, with 403."""
-    front.denied = ("DELETE",)
-    with pytest.raises(UserError, match="^gs://bucket/run/.probe: status 403 .* without a retention policy"):
-        bucket.check(write=True)
-
-
-def test_a_stop_ends_a_request_that_takes_long(front):
-    front.script = [partial(time.sleep, 4)]
-    began = time.monotonic()
-    with pytest.raises(SystemExit):
-        Bucket("gs://bucket/run", lambda: True).read("a")
-    assert time.monotonic() - began < 3
 
 
 def test_a_bucket_lists_reads_and_deletes_what_is_in_its_folder(bucket):
@@ -91,7 +73,6 @@ def test_a_bucket_lists_reads_and_deletes_what_is_in_its_folder(bucket):
 
 @pytest.mark.parametrize("address, error, message", [
     ("me:secret@localhost:9023", UserError, "InvalidSchema: correct the address "),
-    ("http://me:secret@localhost:x", UserError, "InvalidURL: correct the address "),
     ("http://me:secret@127.0.0.1:1", TransientError, "ConnectionError$"),  # is away
 ])
 def test_a_wrong_address_is_named_without_its_password(address, error, message, at_once, monkeypatch, capsys):
@@ -110,16 +91,11 @@ def test_a_list_of_two_pages(monkeypatch):
         assert Bucket("gs://bucket/run").list() == ["a", "b"]
 
 
-@pytest.mark.parametrize("second_step, words", [
-    (torch.tensor([torch.inf]), "not finite between steps 2 and 2.* last good one: run.ckpt_0*1.pt"),
-    (MemoryError, "out of memory"),
-])
-def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(
-        second_step, words, front, data, monkeypatch):
-    monkeypatch.setattr("optim.norm", mock.Mock(side_effect=[torch.ones(1), second_step]))
+def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(front, data, monkeypatch):
+    monkeypatch.setattr("optim.norm", mock.Mock(side_effect=[torch.ones(1), MemoryError]))
     front.faults = {"ckpt_": "slow"}  # the checkpoint is on its way when the run ends
-    with pytest.raises(UserError, match=words):
-        run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=1", "--log_interval=1")
+    with pytest.raises(UserError, match="out of memory"):
+        run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=1")
     assert stored(front, "run/ckpt_00000001.json") == Path("run/ckpt_00000001.json").read_bytes()
     assert stored(front, "run/log.txt")
 
@@ -170,26 +146,21 @@ def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, metadata)
     assert "renewed" not in str(e.value)  # although the answer holds it
 
 
-def test_a_metadata_server_that_is_busy_or_slow_is_asked_again(cloud_bucket, metadata, monkeypatch):
+def test_a_metadata_server_that_is_busy_is_asked_again(cloud_bucket, metadata):
     metadata.faults["/token"] = [503]
-    monkeypatch.setattr(requests, "get", mock.Mock(wraps=requests.get, side_effect=[
-        requests.ReadTimeout, mock.DEFAULT, mock.DEFAULT]))
     cloud_bucket.list()
-
-
-def test_a_run_without_credentials_ends_at_once(cloud_bucket, data, capsys):
-    with pytest.raises(UserError, match="^no Google credentials: run `gcloud auth login`, "):
-        run(data, "run", "--gcs_dir=gs://bucket/run")
-    assert "again" not in capsys.readouterr().err
 
 
 def test_outside_google_cloud_a_token_comes_from_gcloud_or_the_environment(
         cloud_bucket, metadata, monkeypatch):
     metadata.files.clear()  # as in another cloud, or a VM without an account
 
-    # gcloud has no login
+    # gcloud is missing, or has no login
+    no_credentials = pytest.raises(UserError, match="^no Google credentials: run `gcloud auth login`, ")
+    with no_credentials:
+        cloud_bucket.list()
     write_gcloud("echo You do not currently have an active account selected. >&2; exit 1")
-    with pytest.raises(UserError, match="^no Google credentials"):
+    with no_credentials:
         cloud_bucket.list()
 
     # gcloud cannot reach its server at first
@@ -220,18 +191,17 @@ def uploaded(front, random_puzzles, monkeypatch):
 
 
 def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
-    code = f"from puzzles.download import local_dataset; local_dataset('{URL}')"
-    start = partial(subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    front.faults = {"all__labels": "stall"}
-    killed = start()
+    download = partial(PipedProcess, local_dataset, [URL])
     # kill a process while it downloads the labels
+    front.faults = {"all__labels": "stall"}
+    killed = download()
     wait_for(lambda: not front.faults)
     killed.kill()
-    killed.communicate()
+    killed.wait()
     assert set(os.listdir("data")) == {"small.lock", "small.part"}
 
     # two others share one download
-    printed = [process.communicate()[0] for process in (start(), start())]
+    printed = [process.output() for process in (download(), download())]
     assert sorted(text.count("downloading") for text in printed) == [0, 1]
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
 
@@ -253,8 +223,6 @@ def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, d
 @pytest.mark.parametrize("name, content, error, words", [
     ("train/all__inputs.npy", b"x", TransientError, " does not match its manifest.json: upload"),
     ("train/all__inputs.npy", None, UserError, "/train/all__inputs.npy is missing: upload"),
-    ("manifest.json", None, UserError, "/manifest.json is missing, or names .* upload"),
-    ("manifest.json", b'{"sha256": {', TransientError, "/manifest.json: .* damaged: Expecting property"),
     ("manifest.json", b"{}", UserError, "/manifest.json is missing, or names .* upload"),
     # it writes only files of a dataset
     ("manifest.json", b'{"sha256": {"train/all__x/../../../train.py": "0"}}', UserError,

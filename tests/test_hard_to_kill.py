@@ -5,19 +5,14 @@ real, the storage is emulated.
 """
 import errno
 import fcntl
-import io
-import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -44,11 +39,9 @@ from helpers import (
 )
 
 import train
-from runtime.bucket import Bucket, Mirror
-from runtime.errors import TransientError, UserError
-from runtime.files import checkpoint_paths, complete_checkpoints, locked, outdated, read_lines
-from runtime.log import Log
-from runtime.process import STOP
+from runtime.bucket import Bucket
+from runtime.errors import UserError
+from runtime.files import checkpoint_paths, complete_checkpoints, locked
 
 URL = "--gcs_dir=gs://bucket/run"
 FLAGS = [*WHOLE, "--keep_last_n=2", URL]
@@ -61,37 +54,33 @@ def in_bucket():
 
 
 def test_kills_and_lost_machines_lose_nothing(data, front):
-    """SIGKILL at random moments, then init_from=auto, once on a new machine; requests to the bucket fail."""
+    """SIGKILL, then init_from=auto, once on a new machine; requests to the bucket fail at random."""
     # so many steps that a fast machine does not end before it is killed
     flags = ["--max_steps=120", "--checkpoint_interval=5", "--keep_last_n=2"]
     run(data, "whole", *flags)
 
-    # the first process is killed early, the second one after an upload, the fourth one is not
-    draw = random.Random(0)
+    def start():
+        return begun(start_train(data, "run", *flags, URL, "--init_from=auto"))
+
     front.script = draw_faults(0, 0.05)
-    for start in range(4):
-        if start == 2:
-            shutil.rmtree("run")
-        with begun(start_train(data, "run", *flags, URL, "--init_from=auto")) as process:
-            time.sleep(draw.uniform(0, 0.25))
-            if start == 1:
-                wait_for(lambda: complete_checkpoints(in_bucket()))
-            if start == 3:
-                process.output()
+    with start():
+        time.sleep(0.2)
+    # killed after an upload
+    with start():
+        wait_for(lambda: complete_checkpoints(in_bucket()))
+    # killed on a new machine, and not killed
+    shutil.rmtree("run")
+    with start():
+        time.sleep(0.1)
+    with start() as process:
+        process.output()
+
     # the new machine went on from the bucket's checkpoint
     starts = re.findall(r"^training from step (\d+) ", Path("run/log.txt").read_text(), re.MULTILINE)
     assert int(starts[-1]) > 0
     assert same(last_weights("run"), last_weights("whole"))
     for name in ("metrics.jsonl", "ckpt_00000120.pt"):
         assert stored(front, f"run/{name}") == Path("run", name).read_bytes()
-
-
-def test_the_newest_checkpoint_is_the_one_of_the_last_step():
-    """As text, the name of step 99,999,999 comes after the one of step 100,000,000."""
-    older, newest = "ckpt_99999999", "ckpt_100000000"
-    names = [name + ending for name in (older, newest) for ending in (".json", ".pt")]
-    assert complete_checkpoints(names) == [newest, older]
-    assert outdated(names, newest, 1) == names[:2] and outdated(names, older, 1) == []
 
 
 # Checkpoints that cannot be read.
@@ -131,14 +120,6 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     assert "no complete checkpoint" in text and "ckpt_00000040.pt: damaged" in text
 
 
-def test_a_bucket_that_has_had_a_checkpoint_is_not_begun_again(data, front, monkeypatch):
-    """Another machine prunes the newest one between the list and its download."""
-    run(data, "first", URL, "--max_steps=2")
-    monkeypatch.setattr(Bucket, "download", lambda self, name, path: False)
-    with pytest.raises(TransientError, match="ckpt_00000002 was deleted before it was read"):
-        run(data, "second", URL, "--init_from=auto")
-
-
 def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, front, monkeypatch):
     """A machine that finds the .json finds all else."""
     write = mock.create_autospec(Bucket.write, side_effect=Bucket.write)
@@ -160,37 +141,11 @@ def test_a_folder_and_a_bucket_of_two_runs_are_not_mixed(data, front, out):
     assert "first and gs://bucket/other hold two different runs" in text
 
 
-def test_a_damaged_run_json_is_named(data, front, out):
-    path = Path(out, "run.json")
-    own = path.read_text()
-    path.write_text("")
-    with pytest.raises(UserError, match=f"^{path} cannot be read as a JSON object"):
-        run(data, out, *AUTO)
-    path.unlink()
-    run(data, out, *AUTO, URL)
-    assert path.read_text() == own
-
-
-@pytest.mark.parametrize("content", ["", '{"metrics": 5}', '{"metrics": {"eval/exact_accuracy": null}}'])
-def test_a_damaged_best_json_and_damaged_lines_of_the_metrics_are_skipped(data, out, content):
-    before = curve(out, "eval/exact_accuracy")
-    Path(out, "best.json").write_text(content)
-    metrics = Path(out, "metrics.jsonl")
-    damaged = content, '"step"', '["step"]', '{"step": null}', '{"step": 0, "run": 5}', ""
-    metrics.write_text("\n".join(damaged) + metrics.read_text())
-    run(data, out, *AUTO, "--max_steps=41")
-    assert json.loads(Path(out, "best.json").read_text())["step"] == 41
-    after = curve(out, "eval/exact_accuracy")
-    assert after.pop(41) is not None and after == before
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_costs_a_warning(monkeypatch, capsys, number):
-    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(number, "no locks here")))
+def test_a_file_system_without_locks_costs_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks here")))
     with locked("file"):
         pass
-    words = "file.lock: cannot be locked (no locks here): start no second process there\n"
-    assert capsys.readouterr().err == words
+    assert "file.lock: cannot be locked (no locks here)" in capsys.readouterr().err
 
 
 def test_one_process_trains_in_a_folder(data):
@@ -203,15 +158,13 @@ def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
     """tpu.sh keep repeats the same command, on a new disk."""
     again = [*FLAGS, f"--init_from={whole[0]}/ckpt_00000040.pt"]
     assert "training from step 0 to 20" in run(data, "first", *again, "--max_steps=20")
-    out = "second"
-    assert "training from step 20 to 30" in run(data, out, *FLAGS, "--max_steps=30", "--init_from=resume")
-    assert "training from step 30 to 40" in run(data, out, *again)
+    assert "training from step 20 to 40" in run(data, "second", *again)
     # the file has moved since
     shutil.copy(f"{whole[0]}/ckpt_00000040.pt", "moved.pt")
-    assert "is complete" in run(data, out, *FLAGS, "--init_from=moved.pt")
+    assert "is complete" in run(data, "second", *FLAGS, "--init_from=moved.pt")
     # another file
     with pytest.raises(UserError, match="holds a run"):
-        run(data, out, *FLAGS, f"--init_from={whole[0]}/best.pt")
+        run(data, "second", *FLAGS, f"--init_from={whole[0]}/best.pt")
 
 
 # Stops.
@@ -227,23 +180,10 @@ def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front):
             process.terminate()
             text = process.output(3, timeout=30)
     assert "to continue:" in text and "trying again in 1 s" in text
-    assert complete_checkpoints(os.listdir("run")) == complete_checkpoints(in_bucket()) != []
-
-
-def test_a_stop_ends_the_last_upload_of_a_complete_run(data, out, front, at_once, monkeypatch):
-    def hang():
-        STOP.set()
-        ended.wait()
-
-    ended = threading.Event()
-    monkeypatch.setattr(Mirror, "stop_seconds", 1)
-    front.faults = {"ckpt_": hang}
-    try:
-        with pytest.raises(SystemExit, match="3"):
-            run(data, out, *AUTO, URL)
-    finally:
-        STOP.clear()
-        ended.set()
+    [saved] = checkpoint_paths("run")
+    assert complete_checkpoints(in_bucket()) == [Path(saved).stem]
+    # the steps since the last line have one, too
+    assert saved == f"run/ckpt_{lines('run')[-1]['step']:08}.pt"
 
 
 SLOW_DISK = """
@@ -251,25 +191,25 @@ import time
 from runtime import checkpoint
 _write = checkpoint.Checkpoints.write
 def write(self, *arguments):
-    time.sleep(6)
+    time.sleep(5)
     return _write(self, *arguments)
 checkpoint.Checkpoints.write = write
 """
 
 
-@pytest.mark.parametrize("names, code", [
-    ("SIGTERM SIGTERM SIGHUP SIGTERM SIGINT", 3), ("SIGTERM SIGINT SIGINT", -signal.SIGKILL)])
-def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, names, code):
+@pytest.mark.parametrize("signals, code", [
+    ([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 3),
+    ([signal.SIGINT, signal.SIGINT], -signal.SIGKILL)])
+def test_signals_in_a_save_are_ignored_but_for_a_second_ctrl_c(data, signals, code):
     """The save takes longer than the 4 seconds after which process.command() ends other commands."""
     Path("slow_disk.py").write_text(SLOW_DISK)
     flags = ["slow_disk.py", *ENDLESS, "--checkpoint_interval=0"]
-    first, *others = names.split()
     with begun(start_train(data, "run", *flags), "step 1:") as process:
-        os.kill(process.pid, signal.Signals[first])
+        process.terminate()
         with begun(process, "saving and stopping; a second Ctrl-C kills"):
-            for name in others:
+            for number in signals:
                 time.sleep(0.2)
-                os.kill(process.pid, signal.Signals[name])
+                os.kill(process.pid, number)
             text = process.output(code)
     assert bool(checkpoint_paths("run")) == ("to continue:" in text) == (code == 3)
 
@@ -305,21 +245,11 @@ def test_a_stop_drops_a_step_that_takes_long(data, flags, phase, words):
         assert words in process.output(3, timeout=15)
 
 
-def test_the_steps_before_a_dropped_one_have_a_line(data):
-    """The checkpoint is of the last line's step."""
-    Path("slow.py").write_text(SLOW_STEPS)
-    flags = "slow.py", "--micro_batch_size=1", "--max_steps=99", "--log_interval=99"
-    with begun(start_train(data, "run", *flags), "step 1:") as process, begun(process, "% of a step, "):
-        process.terminate()
-        process.output(3, timeout=30)
-    assert checkpoint_paths("run") == [f"run/ckpt_{lines('run')[-1]['step']:08}.pt"]
-
-
 def test_a_job_that_was_suspended_goes_on_until_its_terminal_closes(data):
     """A batch system suspends it for longer than stall_timeout."""
-    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=4"), "step 1:") as process:
+    with begun(start_train(data, "run", *ENDLESS, "--stall_timeout=6"), "step 1:") as process:
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(5)
+        time.sleep(7)
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(1)
         os.kill(process.pid, signal.SIGHUP)
@@ -358,7 +288,6 @@ def test_ctrl_c_while_a_dataset_is_made(data):
 
 
 def test_a_stop_ends_the_attempts_at_a_request(data, front):
-    """test_gcs.py has a request that takes long."""
     front.script = [503] * 1000
     with begun(start_train(data, "run", URL), "trying again in 2 s") as process:
         process.terminate()
@@ -388,15 +317,11 @@ def test_an_unavailable_bucket_does_not_stop_training(data, front, whole):
 
 
 def test_a_bucket_that_refuses_is_wrong_input(data, front):
-    front.denied = ("insert",)
-    assert "status 403" in run(data, "run", *FLAGS, code=2)
+    """Here nothing can be replaced: a retention policy, or a role without storage.objects.delete."""
+    front.denied = ("DELETE",)
+    text = run(data, "run", *FLAGS, code=2)
+    assert re.search("gs://bucket/run/.probe: status 403 .* without a retention policy", text)
     assert not os.path.exists("run")
-
-
-def test_no_time_limit_counts_the_time_until_a_bucket_answers(data, front):
-    """Rank 0 waits for the bucket, and its peer for rank 0."""
-    front.script = [503] * 3  # seven seconds
-    assert "trying again in 4 s" in two_ranks(data, [[URL, "--stall_timeout=6"]] * 2)[0]
 
 
 # Disks.
@@ -413,21 +338,7 @@ def test_what_a_run_did_not_make_stays_where_it_is(data, front):
     assert set(in_bucket()) == files and set(os.listdir("run")) == files | {"thesis.tmp", "run.lock"}
 
 
-def test_the_logs_outlive_a_full_disk_and_have_what_a_replicas_terminal_cannot_show(monkeypatch):
-    """A line that a full disk cuts off is lost, and so is the next one."""
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    log = Log(SimpleNamespace(out_dir="run"), SimpleNamespace(rank=0, world=1, type="cpu", name=""), 0)
-    log.print0("\xfc")
-    assert Path("run/log.txt").read_text(encoding="utf-8") == "\xfc\n"
-    log.metrics(0, {})
-    with open("run/metrics.jsonl", "a") as f:
-        f.write('{"st')  # of step 1
-    log.metrics(2, {})
-    log.metrics(3, {})
-    assert [line["step"] for line in read_lines("run/metrics.jsonl")] == [0, 3]
-
-
-def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, monkeypatch):
+def test_a_lower_keep_last_n_makes_room_on_a_full_disk(data, out, monkeypatch):
     def save_on_full_disk(state, file):
         if len(list(Path(out).glob("*.pt*"))) > 5:
             raise RuntimeError("[enforce fail] unexpected pos 6464 vs 6358")
@@ -435,11 +346,8 @@ def test_a_full_disk_costs_checkpoints_until_keep_last_n_is_lower(data, out, mon
 
     save = torch.save
     monkeypatch.setattr(torch, "save", save_on_full_disk)
-    with pytest.raises(SystemExit, match="1"):
-        run(data, out, *AUTO, "--max_steps=60")
-    assert Path(out, "log.txt").read_text().count("checkpoint not written (is the disk full?): ") == 2
     run(data, out, *AUTO, "--max_steps=60", "--keep_last_n=1")
-    assert checkpoint_paths(out) == [f"{out}/ckpt_00000060.pt"] and not list(Path(out).glob("*.tmp"))
+    assert checkpoint_paths(out) == [f"{out}/ckpt_00000060.pt"]
 
 
 # Several ranks, each as on its own host: what ends one must end all, with the right exit code.
@@ -460,16 +368,6 @@ checkpoint.newest_complete = lambda *_: 1 / 0
 FULL_DISK = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # no file may be larger
-"""
-CONNECTS_SLOWLY = """
-import pathlib, time
-import torch.distributed as dist
-_connect = dist.init_process_group
-def connect_slowly(*args, **options):
-    _connect(*args, **options)
-    time.sleep(2)
-    pathlib.Path("connected").touch()
-dist.init_process_group = connect_slowly
 """
 
 
@@ -492,17 +390,6 @@ def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles):
     assert list(Path().rglob("run.json")) == []
 
 
-def test_a_rank_with_wrong_input_leaves_after_its_peers_have_connected(data):
-    """Connecting would fail otherwise, and a peer on a busy machine end with 1 instead of 2."""
-    Path("slow.py").write_text(CONNECTS_SLOWLY)
-    ranks = [start_train(data, "run", "--global_batch_size=3", *forks, **environment)
-             for forks, environment in zip(([], ["slow.py"]), hosts(2))]
-    with begun(ranks[0], "must be a multiple of the 2 replicas"):
-        assert Path("connected").exists()
-        for rank in ranks:
-            rank.output(2)
-
-
 def test_two_hosts_of_which_one_has_the_files(data, front):
     """Rank 1 gets rank 0's weights and step, and makes its own dataset. Both upload what they evaluate."""
     prepare = f"{ROOT}/prepare_sudoku.py --output_dir=data/new {DATA}"
@@ -518,15 +405,10 @@ def test_two_hosts_of_which_one_has_the_files(data, front):
 def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front):
     """torchrun may number the hosts anew. With a bucket, the newest checkpoint is there."""
     run(data, "host1/run", *SHALLOW)
-
-    # rank 0 has no checkpoint
-    auto = ["--init_from=auto", "--max_steps=30"]
-    for text in two_ranks(data, [auto] * 2, 2):
-        assert "--out_dir=run has ckpt_00000020 on host 0, and no checkpoint on rank 0's: choose" in text
-
     # rank 0 has an older one
     shutil.copytree("host1/run", "host0/run")
     flip_a_bit(Path("host0/run/ckpt_00000020.pt"))
+    auto = ["--init_from=auto", "--max_steps=30"]
     for text in two_ranks(data, [auto] * 2, 2):
         assert "ckpt_00000020 on host 0, and ckpt_00000010 on rank 0's: choose" in text
 
@@ -554,5 +436,5 @@ def test_a_rank_that_stalls_ends_all(data):
 def test_ranks_agree_that_the_last_checkpoint_cannot_be_written(data):
     """Rank 0's disk is full: its peer must not wait for it in the evaluation."""
     Path("fork.py").write_text(FULL_DISK)
-    assert "checkpoint not written" in two_ranks(data, [["../fork.py"], []], 1)[0]
+    assert "checkpoint not written (is the disk full?): " in two_ranks(data, [["../fork.py"], []], 1)[0]
     assert not list(Path("host0/run").glob("ckpt*"))

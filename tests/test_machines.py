@@ -1,7 +1,5 @@
 """Machines that are not here: GPUs, and processors with and without instructions for bfloat16."""
-import errno
 import getpass
-import json
 import os
 import pwd
 import time
@@ -12,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, curve, hosts, run, start_script, start_train
+from helpers import TINY, hosts, run, start_train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -27,25 +25,19 @@ def settings_of(*flags):
     return configurator.configure(train.Settings, [*TINY, "--eval_final_max_puzzles=16", *flags])
 
 
-@pytest.mark.parametrize("num_bins, operation", [(1, "sum"), (4, "index_put")])
-def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu(num_bins, operation):
+def test_rows_of_the_puzzle_embedding_add_up_in_a_fixed_order_on_a_gpu():
     """torch documents index_add as nondeterministic on CUDA; index_put with accumulate=True sorts there."""
     with FakeTensorMode():
         entries = torch.zeros(6, 8, device="cuda")
         bins = torch.zeros(6, dtype=torch.int32, device="cuda")
-        program = make_fx(partial(optim.add_up, num_bins=num_bins))(entries, bins).code
-    assert f".{operation}." in program and "index_add" not in program
+        program = make_fx(partial(optim.add_up, num_bins=4))(entries, bins).code
+    assert ".index_put." in program and "index_add" not in program
 
 
 def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch, capsys):
-    """Compiling fails where Triton or a C compiler is missing. A run before it has compiled its step."""
+    """Compiling fails where Triton or a C compiler is missing."""
     torch._dynamo.reset()
     flags = ["--max_steps=2", "--eval_final_max_puzzles=16"]
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    assert "L_cycles 1, any compiling included" in run(data, "compiled", *flags, "--compile=on")
-
-    # --compile=on: it is an error
-    torch._dynamo.reset()
     failing = partial(torch.compile, backend=mock.Mock(side_effect=OSError("no compiler")))
     monkeypatch.setattr(torch, "compile", failing)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
@@ -55,7 +47,6 @@ def test_a_step_that_could_not_be_compiled_says_so(data, monkeypatch, capsys):
     monkeypatch.setattr(devices.Device, "compile", compile_as_on_a_gpu)
     assert "L_cycles 1, not compiled" in run(data, "other", *flags, "--compile=auto")
     assert "torch.compile failed: BackendCompilerFailed: " in capsys.readouterr().err
-    assert curve("other") == curve("compiled")
 
 
 def compile_as_on_a_gpu(device, fn, compile=devices.Device.compile):
@@ -65,28 +56,25 @@ def compile_as_on_a_gpu(device, fn, compile=devices.Device.compile):
 
 def test_a_user_without_a_name_can_compile(monkeypatch):
     """A container's: torch.compile and torch_xla ask for the name."""
-    unknown = mock.Mock(side_effect=KeyError("getpwuid(): uid not found: 12345"))
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found: 12345")))
+    for name in "LOGNAME", "USER", "LNAME", "USERNAME":
+        monkeypatch.delenv(name, raising=False)
     engines.choose_device("cpu")
     assert getpass.getuser() == str(os.getuid())
 
 
 @pytest.mark.parametrize("name, tflops", [
-    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121), ("NVIDIA L40", None),
-    ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 D", None),
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("TPU v5litepod-8", 197)])
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40", None),
+    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ("TPU v5litepod-8", 197)])
 def test_the_peak_is_that_of_the_very_chip(name, tflops):
     peak = devices.peak_flops(SimpleNamespace(name=name))
     assert peak == (tflops and tflops * 1e12)
 
 
 @pytest.mark.parametrize("flags, given, taken, is_said", [
-    ("avx512_bf16", "auto", "bfloat16", True), ("avx512_bf16", "bfloat16", "bfloat16", False),
-    ("avx2", "auto", "float32", True), ("avx2", "bfloat16", "float32", True),
-    ("avx2", "float32", "float32", False)])
+    ("avx512_bf16", "auto", "bfloat16", True), ("avx2", "auto", "float32", True),
+    ("avx2", "bfloat16", "float32", True), ("avx2", "float32", "float32", False)])
 def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, is_said, monkeypatch):
     monkeypatch.setattr(devices.Path, "exists", lambda path: True)
     monkeypatch.setattr(devices.Path, "read_text", lambda path: f"flags\t: fpu {flags}\n")
@@ -95,13 +83,12 @@ def test_no_processor_emulates_16_bit_numbers_in_silence(flags, given, taken, is
 
 
 def test_a_full_memory_names_the_sequences_at_a_time(data):
-    """A resume has them from its checkpoint, a new run from its batch. One sequence cannot be divided."""
+    """A resume has them from its checkpoint. One sequence cannot be divided."""
     Path("full.py").write_text("import torch, train\n_full = torch.OutOfMemoryError('CUDA out of memory')\n"
                                "def _fail(*args): raise _full\ntrain.train_step = _fail\n")
     run(data, "run", "--micro_batch_size=4", "--max_steps=1", "--eval_max_puzzles=16")
     for flags, advice in [
             (["--init_from=resume", "--max_steps=2"], "a --micro_batch_size below 4 gives the same result"),
-            (["--out_dir=new"], "a --micro_batch_size below 16 gives the same result"),
             (["--out_dir=one", "--micro_batch_size=1"], "device: a lower global_batch_size")]:
         assert advice in run(data, "run", "full.py", *flags, code=2)
 
@@ -111,10 +98,7 @@ def test_a_full_memory_is_known_in_each_of_its_errors():
     from torch._inductor.exc import InductorError
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     xla = RuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error")
-    with pytest.raises(RuntimeError) as e:
-        torch.empty(2 ** 60)
-    for error in (full, InductorError(full, None), BackendCompilerFailed(print, full, None), xla, e.value,
-                  MemoryError()):
+    for error in full, InductorError(full, None), BackendCompilerFailed(print, full, None), xla:
         assert errors.is_out_of_memory(error)
     assert not errors.is_out_of_memory(errors.TransientError("gs://bucket: 429 RESOURCE_EXHAUSTED"))
 
@@ -146,9 +130,7 @@ def test_the_place_that_an_environment_names(variables, place, monkeypatch):
     ("WORLD_SIZE=8", "^RANK= WORLD_SIZE=8 .* GROUP_RANK= in the environment: "),
     (f"{ADDRESS} RANK=2 WORLD_SIZE=2", "need the first four, .* one process needs `env -u RANK"),
     (f"{ADDRESS} RANK=0 WORLD_SIZE=2 LOCAL_RANK=x", "LOCAL_RANK=x"),
-    (f"{ADDRESS} RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT=65536 .* below 65536"),
     (TASKS, "^SLURM_STEP_NUM_TASKS=2 .* torchrun joins them"),
-    ("PMI_SIZE=2 WORLD_SIZE=1", "torchrun joins them"),
 ])
 def test_processes_that_would_wait_or_train_alone_are_wrong_input(variables, words, monkeypatch):
     set_variables(variables, monkeypatch)
@@ -181,7 +163,6 @@ def test_a_rank_whose_peer_never_comes_obeys_sigterm(data):
 
 @pytest.mark.xla
 @pytest.mark.parametrize("variable, words", [
-    ("XLA_USE_BF16=1", "XLA_USE_BF16=1 .* see --forward_dtype"),
     ("XLA_USE_SPMD=1", "XLA_USE_SPMD=1 .* one replica instead of one on each device"),
     ("CPU_NUM_DEVICES=two", "CPU_NUM_DEVICES=two "),
 ])
@@ -192,20 +173,3 @@ def test_variables_are_refused_that_torch_xla_must_not_obey(variable, words, mon
     assert engines.choose_device("cpu")[0] == "cpu"
     with pytest.raises(errors.UserError, match=words):
         engines.choose_device("xla")
-
-
-def test_two_processes_measure_the_batch_that_one_of_them_chooses(random_puzzles):
-    flags = [flag for flag in TINY if "batch_size" not in flag]
-    flags += [f"--data_path={random_puzzles}", "--device=cpu", "--steps=1"]
-    ranks = [start_script("bench", flags, **environment) for environment in hosts(2)]
-    figures = json.loads(ranks[0].output().splitlines()[-1])
-    ranks[1].output()
-    assert figures["replicas"] == 2 and figures["global_batch_size"] == 2 * figures["sequences_at_a_time"]
-
-
-@pytest.mark.xla
-def test_no_room_for_semaphores_is_one_line(monkeypatch):
-    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("_multiprocessing.SemLock", full)
-    with pytest.raises(errors.UserError, match="^/dev/shm: cannot be written .No space left on device"):
-        engines.spawner("xla")

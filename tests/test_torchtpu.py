@@ -36,6 +36,7 @@ from runtime.files import checkpoint_paths
 # a checkpoint, an evaluation and a loop over micro-batches
 RUN = [*DEEP, "--max_steps=20", "--checkpoint_interval=10", "--log_interval=1", "--eval_interval=4",
        "--eval_max_puzzles=20", "--keep_last_n=9"]
+ENDLESS = [*RUN, "--eval_interval=1", "--checkpoint_interval=0", "--max_steps=1000000"]
 
 
 @pytest.fixture(scope="module")
@@ -87,39 +88,40 @@ def test_the_curve_is_the_cpus_in_two_programs(data, run_on_tpu):
     assert curve(run_on_tpu, "tpu/compiles")[20] == 2  # of the step and of the evaluation
 
 
-def test_a_resume_has_the_same_bits_and_the_cpu_goes_on_too(tpu, data, run_on_tpu):
-    for device in "tpu", "cpu":
-        shutil.copytree(run_on_tpu, device)
-        os.remove(checkpoint_paths(device)[0])
-    train(tpu, data, "tpu", "--micro_batch_size=4", "--init_from=resume")
-    assert same(last_weights("tpu"), last_weights(run_on_tpu))
-    run(data, "cpu", *RUN, "--init_from=resume")
-    losses = {step: loss for step, loss in curve(run_on_tpu).items() if step > 10}
-    assert {step: curve("cpu")[step] for step in losses} == pytest.approx(losses, rel=1e-5)
+def test_a_resume_has_the_same_bits(tpu, data, run_on_tpu):
+    shutil.copytree(run_on_tpu, "run")
+    os.remove(checkpoint_paths("run")[0])
+    train(tpu, data, "run", "--micro_batch_size=4", "--init_from=resume")
+    assert same(last_weights("run"), last_weights(run_on_tpu))
 
 
-@pytest.mark.parametrize("launcher, number, code, words", [
-    ([], signal.SIGTERM, 3, "stopped at step "),
-    (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], signal.SIGKILL, 1,
-     "exitcode  : -9")],
-    ids=["train.py", "torchrun"])
-def test_two_replicas_have_the_curve_of_one_and_end_together(tpu, data, launcher, number, code, words):
-    """A request to stop reaches both, and the death of one ends the other."""
-    flags = [*RUN, "--eval_interval=1", "--checkpoint_interval=0"]
+def start_two(environment, data, *launcher):
+    """Starts an endless run on two chips."""
     command = [*launcher, f"{ROOT}/train.py", *arguments(
-        data, "two", "--device=tpu", *flags, "--max_steps=100000", "--micro_batch_size=4")]
+        data, "two", "--device=tpu", *ENDLESS, "--micro_batch_size=4")]
     variables = dict(CHIPS="2", TORCH_TPU_SLICEBUILDER_ADDRESSES="localhost:1,localhost:2")
-    process = subprocess.Popen([sys.executable, *command], env=os.environ | tpu | variables, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with begun(process, "step 4 | evaluation"):
-        os.kill(process.pid if number == signal.SIGTERM else children(process.pid)[-1], number)
+    return subprocess.Popen([sys.executable, *command], env=os.environ | environment | variables, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_two_replicas_have_the_curve_of_one_and_stop_together(tpu, data):
+    with begun(start_two(tpu, data), "step 4 | evaluation") as process:
+        process.terminate()
         text, _ = process.communicate(timeout=60)
-    assert process.returncode == code and words in text, text
-    assert len(checkpoint_paths("two")) == (code == 3)
-    run(data, "one", *flags, "--max_steps=5")
+    assert process.returncode == 3 and len(checkpoint_paths("two")) == 1, text
+    run(data, "one", *ENDLESS, "--max_steps=5")
     for key, steps in ("train/loss", [1, 2, 3, 4]), ("eval/loss", [4]):
-        one, two = curve("one", key), curve("two", key)
+        one = curve("one", key)
+        two = curve("two", key)
         assert [two[step] for step in steps] == pytest.approx([one[step] for step in steps], rel=1e-5)
+
+
+def test_the_death_of_one_replica_ends_the_other(tpu, data):
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    with begun(start_two(tpu, data, *torchrun), "step 4 | evaluation") as process:
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "exitcode  : -9" in text, text
 
 
 def test_a_fork_that_cannot_be_captured_is_refused_with_the_place(tpu, data):
@@ -166,4 +168,3 @@ def test_the_tpus_compiler_takes_the_step_with_its_all_reduce(tpu, data):
         assert step["chips"] == 4
         assert step["donated_tensors"] == step["state_tensors"] > 5
         assert 0 < step["schedules_ms"] < step["cost_model_ms"] < 1
-    assert "aot.py: TorchTPU needs a device" in output(dict(CPU_CLIENT=""), *command, code=2)

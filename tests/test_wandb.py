@@ -1,6 +1,7 @@
 """W&B: a missing login is an error, and nothing else it does may stop training. With the real wandb."""
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -23,13 +24,10 @@ def test_a_run_that_resumes_adds_to_its_run_at_wandb(data, monkeypatch):
     assert rows == [line for line in lines("run") if "run" not in line]
 
 
-@pytest.mark.parametrize("key", ["", "short"])
-def test_without_a_login_a_run_does_not_begin(key, data, monkeypatch):
+def test_without_a_login_a_run_does_not_begin(data, monkeypatch):
     monkeypatch.setenv("HOME", ".")
-    text = start_train(data, "run", "--wandb_log", WANDB_API_KEY=key).output(2)
-    *_, line = text.splitlines()
-    assert line.startswith("train.py: --wandb_log: ")
-    assert "`wandb login`" in line
+    text = start_train(data, "run", "--wandb_log", WANDB_API_KEY="").output(2)
+    assert re.search("^train.py: --wandb_log: .*`wandb login`", text, re.M)
     assert not Path("run").exists()
 
 

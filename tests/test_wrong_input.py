@@ -41,7 +41,6 @@ HEADER = "source,question,answer,rating"
 GOOD = "me,1..3.42...1.2...,1243342143122134,0"
 PUZZLES = {
     "me,1..5.42...1.2...,1243342143122134,0": "the question has '5' in row 1, column 4",
-    "me,1..3.42...1.....,124.342143122134,0": "row 1, column 4 of the answer breaks a rule",
     "me,1...............,2134431212433421,0": "row 1, column 1 of the answer breaks a rule",
     "me,12....3....4....,1243342143122134,0": "row 2, column 3 of the answer breaks a rule"}
 # the same for a 3x3 maze
@@ -49,7 +48,6 @@ MAZE = "me,S   #   G,Soo #o  G,0"
 MAZES = {
     "me,S   #  G,Soo #o G,0": "8 cells | not 3x3",
     "me,So  #   G,Soo #o  G,0": "the answer is not a shortest path",
-    "me,S  G#   G,SooG#o  G,0": "the answer is not a shortest path",
     "me,S G #    ,S Go#oooo,0": "the answer is not a shortest path (read as a grid of 3x3)"}
 CSVS = {
     "good": [HEADER, GOOD], "empty": [HEADER], "columns": ["source,question,rating", "me,1,2"],
@@ -64,7 +62,6 @@ def workspace(tmp_path_factory):
     for name, lines in CSVS.items():
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "cut.csv.gz").write_bytes(gzip.compress(("\n".join([HEADER] + [GOOD] * 9)).encode())[:-12])
-    (folder / "latin.csv.gz").write_bytes(gzip.compress(b"\xe9"))
     for name, seed in (("sudoku", 0), ("other", 1)):
         prepare(folder / "data" / name, source="generate", size=4, num_train=16, num_test=4, num_aug=1,
                 seed=seed)
@@ -91,10 +88,8 @@ def damage_checkpoints(folder):
     os.truncate(folder / "cut.pt", 1000)
     flip_a_bit(folder / "flipped.pt")
     (folder / "page.pt").write_text("<!DOCTYPE html>\n<html></html>\n")
-    (folder / "tensors.pt").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "pointer.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     state = torch.load(path)
-    torch.save({"step": 3, "note": "no weights"}, folder / "weightless.pt")
     torch.save({"lm_head.weight": state["weights"]["lm_head.weight"]}, folder / "partial.pt")
     state["task"]["symbols"] = "_.4321"
     torch.save(state, folder / "renamed.pt")
@@ -121,13 +116,9 @@ TRAIN = {
     # values
     "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica",
     "--lr=nan": "lr must be above 0 | not nan",
-    "--expansion=1e30": "expansion must be above 0 and below 2^31, not 1e+30",
     "--beta1=1": "beta1 must be from 0 to below 1 | not 1.0",
-    "--seed=-1": "seed must be 0 or more and below 2^31, not -1",
     "--hidden_size=1000000": "memory",
-    "--global_batch_size=2147483647": "out of memory on the device: a lower global_batch_size",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
-    "--max_steps=0 --epochs=0": "epochs=0 of 16 puzzles are less than one batch",
     "--max_steps=0 --epochs=1 --global_batch_size=32": "epochs=1 | 16 puzzles | global_batch_size=32",
     "--optimizer=x": "optimizer must be one of adam_atan2, adamw, lion | 'x'",
     "--eval_save_outputs=preds,logits": "eval_save_outputs | 'preds,logits' | q_halt_logits",
@@ -137,9 +128,8 @@ TRAIN = {
     "--puzzle_emb_ndim=33": "puzzle_emb_ndim 33 | puzzle_emb_len 2 | hidden_size 16",
     "--data_path=data/new --data_prepare='x": "data_prepare | quot",
     "--data_path=data/new --data_prepare=tiny.py": "data/new | data_prepare",
-    "--data_path=/sys/new/data --data_prepare=tiny.py": "/sys/new/data | cannot be written (",
     "--out_dir=out/file": "out/file",
-    "--out_dir=gs://bucket/run": "gs://bucket/run | --gcs_dir", "--out_dir=~/run": "~/run | written out",
+    "--out_dir=gs://bucket/run": "gs://bucket/run | --gcs_dir",
     # the dataset
     "--data_path=": "data_path",
     "--data_path=data/nowhere": "data/nowhere | no such dataset | prepare_sudoku.py",
@@ -153,10 +143,8 @@ TRAIN = {
     "--init_from=out/run": "out/run | checkpoint",
     "--init_from=cut.pt": "cut.pt | cannot be read as a checkpoint | damaged",
     "--init_from=page.pt": "page.pt | a web page",
-    "--init_from=tensors.pt": "tensors.pt | safetensors",
     "--init_from=pointer.pt": "pointer.pt | Git LFS pointer",
     "--init_from=flipped.pt": "flipped.pt | cannot be read as a checkpoint | damaged",
-    "--init_from=weightless.pt": "weightless.pt | cannot be read as a checkpoint | damaged",
     "--init_from=partial.pt": "partial.pt | Missing key(s) in state_dict: \"H_init\" | settings",
     "--init_from=renamed.pt": "renamed.pt | symbols '_.4321' | data/sudoku has ' .1234'",
     BEGIN + "--hidden_size=32": "ckpt_00000002.pt | shape | settings",
@@ -170,7 +158,6 @@ CSV = "--size=4 --num_aug=0 --output_dir=data/new --test_csv=good.csv "
 SUDOKU = {
     CSV: "--train_csv",
     "--size=6": "size must be one of [9] | not 6",
-    "--source=web": "source must be one of hub, generate, csv | 'web'",
     CSV + "--train_csv=good.csv --num_hard=9": "num_hard does nothing with --source=csv",
     MAKE + "--output_dir=data/sudoku": "data/sudoku exists | --output_dir",
     MAKE + "--output_dir=~/d": "--output_dir=~/d | write the folder of ~ out",
@@ -181,15 +168,13 @@ SUDOKU = {
         "columns.csv:1 | question, answer once each: it has source, question, rating",
     CSV + "--train_csv=good.csv": "good.csv | no puzzle is left | test set",
     CSV + "--train_csv=nowhere.csv": "nowhere.csv | No such file",
-    CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read",
-    CSV + "--train_csv=latin.csv.gz": "latin.csv.gz: cannot be read as UTF-8 text"}
+    CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read"}
 MAZE_CSV = "--test_csv=maze.csv --output_dir=data/new "
-MAZE_FLAGS = {
-    "--source=generate --size=5": "5x5 | 111 steps | min_path",
-    "--source=generate --min_path=0": "min_path must be above 0 | not 0"}
+MAZE_FLAGS = {"--source=generate --size=5": "5x5 | 111 steps | min_path"}
 ARC = {
     "--source=nowhere": "nowhere has no tasks for evaluation | source must be arc1, arc2, generate",
-    "--source=generate --test_subset=tests": "test_subset=tests: it must be one of subsets=training,"}
+    "--source=generate --num_train=4 --num_test=4 --test_subset=tests":
+        "test_subset=tests: it must be one of subsets=training,"}
 # (script, flags, words)
 CASES = [(train, *case) for case in TRAIN.items()]
 CASES += [(prepare_sudoku, *case) for case in SUDOKU.items()]
