@@ -50,6 +50,14 @@ def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     assert (steps > 0).any() and (num_path_cells == np.maximum(steps - 1, 0)).all()
 
 
+def test_generated_mazes_are_hard_and_distinct():
+    """None is symmetric, or another one turned or reflected. Of so small mazes many would be."""
+    questions, answers = prepare_maze.generate(4, 100, 3, 5)
+    assert (answers == PATH).sum(axis=1).min() >= 4
+    turned = questions[:, dihedral(4)].reshape(800, 16)
+    assert len(np.unique(turned, axis=0)) == 800
+
+
 # Datasets
 
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
