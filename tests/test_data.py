@@ -102,7 +102,6 @@ PUZZLES = (ONES, ONES)
     ((ONES + 3, ONES), {}, "integers below vocab_size=4"),
     ((ONES - 1, ONES), {}, "of questions count from 1"),
     (PUZZLES, {"grid": [2, 4]}, r"shape \(3, 4\): must be \[n, 8\] for the grid \[2, 4\]"),
-    (PUZZLES, {"symbols": ""}, "0 symbols|symbols '' must be 4"),
     (PUZZLES, {"symmetries": {"permute_symbols": "_1"}}, "'_1': must be symbols of .*, each once"),
     (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\] square")])
 def test_what_is_no_dataset_is_not_written(puzzles, changes, message):

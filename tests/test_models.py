@@ -61,6 +61,13 @@ def test_a_model_trains_further_without_forgetting():
         assert last[name] > first[name] - 0.03
 
 
+def test_a_setting_that_is_newer_than_a_model_file_has_its_default():
+    saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
+    del saved["settings"]["pos_encodings"]
+    torch.save(saved, "older.pt")
+    assert load_model("older.pt", defaults=dict(pos_encodings="none")).settings.pos_encodings == "none"
+
+
 def test_the_notebook_trains_and_solves(tmp_path, monkeypatch, pyplot):
     """Its cells run in order, with less data and fewer epochs."""
     cells = code_cells("demo.ipynb")
