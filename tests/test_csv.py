@@ -112,7 +112,6 @@ MANY = "\n".join(f"{chr(i) * 4},{chr(i) * 4}" for i in range(0x4e00, 0x4f00))
     (GOOD + "123,1234\n3...,3412", "", "train.csv:4: the question has 3 cells, not 2x2"),
     (GOOD, "--holdout=2", "holdout=2 leaves no puzzle to train on, of 2"),
     (GOOD + "1...,1234,5", "", "train.csv:4: must have question, answer"),
-    (",", "", "train.csv:2: no puzzle under the header"),
     (MANY, "", "257 symbols.* 1 to 255"),
     (GOOD, "--kind=sudoku", r"do not fit kind sudoku, whose are \[2, 2\]")])
 def test_wrong_input_is_one_line_and_leaves_nothing(rows, flags, message):
