@@ -76,11 +76,10 @@ class NewProcess(CONTEXT.Process):
         os.environ.update(self.environment)
 
         # output and errors both go to the writer
-        for descriptor, stream in (1, "stdout"), (2, "stderr"):
-            os.dup2(self.writer.fileno(), descriptor)
-            file = open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8")
-            setattr(sys, stream, file)
-            setattr(sys, f"__{stream}__", file)
+        os.dup2(self.writer.fileno(), 1)
+        os.dup2(self.writer.fileno(), 2)
+        sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, encoding="utf-8")
         self.writer.close()
         super().run()
 

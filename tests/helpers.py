@@ -103,8 +103,8 @@ def begun(process, until="training from"):
 
 
 def in_new_process(function, *args):
-    """Calls function(*args) in another process, where it may run forks."""
-    fork_server.PipedProcess(function, args).output()
+    """Calls function(*args) in another process, where it may run forks; returns what it prints."""
+    return fork_server.PipedProcess(function, args).output()
 
 
 # What a run leaves.

@@ -151,13 +151,12 @@ def run_solve(capsys):
 
 @pytest.fixture
 def pyplot(monkeypatch):
-    """matplotlib.pyplot for a notebook: its figures stay open until the test ends."""
+    """matplotlib.pyplot for a notebook: its figures stay open until the next one."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     pyplot.close("all")  # those of other tests
     monkeypatch.setattr(pyplot, "show", lambda: None)
-    yield pyplot
-    pyplot.close("all")
+    return pyplot
 
 
 # Servers.

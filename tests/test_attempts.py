@@ -48,27 +48,20 @@ def sure(data, trained, monkeypatch):
     return value
 
 
-MINE = {"kind": "mine", "grid": [3, 3], "symbols": "_.abc"}
-PUZZLE = np.arange(18).reshape(2, 1, 9) % 5
-
-
-@pytest.mark.parametrize("task, puzzle, most", [
+@pytest.mark.parametrize("task, puzzle, num_different", [
     (Sudoku.new_task(9), minimal_sudokus(0, 1, 1, 9), 20),
-    (Maze.new_task(6), [boards[:1] for boards in long_mazes(0, 1, 6, 6)], 7),
-    (MINE | {"symmetries": {"permute_symbols": "abc"}}, PUZZLE, 5)])
-def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puzzle, most):
+    (Maze.new_task(6), [boards[:1] for boards in long_mazes(0, 1, 6, 6)], 7)])
+def test_copies_are_different_puzzles_whose_answers_can_be_turned_back(task, puzzle, num_different):
     kind = kind_of(task)
     [question], _ = puzzle
-    copies, again, others = [
-        [*itertools.islice(kind.copies(question, 3, number), 20)] for number in (8, 8, 9)]
-    assert str(copies) == str(again) != str(others)
+    copies, others = [[*itertools.islice(kind.copies(question, 3, number), 20)] for number in (8, 9)]
+    assert str(copies) != str(others)
     questions = {symmetries.apply(question).tobytes() for symmetries in copies}
-    assert len(questions - {question.astype(np.uint8).tobytes()}) == most
+    assert len(questions - {question.astype(np.uint8).tobytes()}) == num_different
     for symmetries in copies:
         turned = symmetries.apply(np.stack(puzzle))
         assert (symmetries.undo(turned) == puzzle).all()
-        judgement = kind.judge(*turned)
-        assert judgement is None or judgement.solved.all()
+        assert kind.judge(*turned).solved.all()
 
 
 def test_attempts_leave_the_papers_metrics_and_add_theirs(data, trained, sure):

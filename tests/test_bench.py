@@ -3,7 +3,6 @@
 test_model.py counts FLOPs.
 """
 import json
-from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, start_script, xla_environment
@@ -31,35 +30,18 @@ def test_figures_are_those_of_a_forks_dataset_and_steps(device, replicas):
     assert min(figures[name] for name in ("tflops", "steps_per_hour", "evaluation_ms")) > 0
 
 
-def test_data_prepare_makes_a_missing_dataset():
-    """The command fails here, since there is no Sudoku of 5x5 cells."""
-    with pytest.raises(UserError, match="data_prepare did not make"):
-        bench.main(["--device=cpu", "--data_path=x", "--data_prepare=prepare_sudoku.py --size=5", *MODEL])
-
-
-@pytest.mark.parametrize("flag, words", [
-    ("--size=255", "^size must be from 1 to 254, not 255"),
-    ("--replica_batch_size=2000000000", "^out of memory on the device: ")])
-def test_sizes_that_cannot_be_are_wrong_input(flag, words):
-    with pytest.raises(UserError, match=words):
-        bench.main([*MODEL, "--device=cpu", "--data_path=x", flag])
+def test_a_batch_that_does_not_fit_is_wrong_input():
+    with pytest.raises(UserError, match="^out of memory on the device: "):
+        bench.main([*MODEL, "--device=cpu", "--data_path=x", "--replica_batch_size=2000000000"])
 
 
 @pytest.mark.parametrize("flags, size, steps", [
     ([], 4, 18),
-    (["small.py"], 8, 3600),
-    (["--global_batch_size=32"], 32, 3600),
-    (["--replica_batch_size=3"], 3, 14),
-])
+    (["--global_batch_size=32"], 32, 3600)])
 def test_a_cpu_has_a_small_batch_where_none_is_given(flags, size, steps, monkeypatch, capsys):
     """A step is made to take a second. The steps of an hour are counted in batches of the run, of 768."""
-    Path("small.py").write_text("global_batch_size = 8\n")
     monkeypatch.setattr(bench, "seconds_of", lambda n, call: (1.0, 1.0))
-    monkeypatch.setattr("runtime.device.CPU_FLOP", 1)  # a CPU takes one sequence at a time
     bench.main([*MODEL, "--device=cpu", *flags, "--data_path=data/missing", "--size=6"])
     text = capsys.readouterr().out
     assert "1000 random puzzles of 6x6 cells" in text  # in place of the missing dataset
-    *_, hour, last = text.splitlines()
-    figures = json.loads(last)
-    assert [figures[name] for name in ("global_batch_size", "sequences_at_a_time")] == [size, 1]
-    assert f" --max_steps={steps} of " in hour
+    assert f'"global_batch_size": {size},' in text and f" --max_steps={steps} of " in text

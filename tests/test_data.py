@@ -3,16 +3,13 @@
 The official builder's datasets load, batches follow from the seed and the step, files of other programs are
 read, and what is left out is counted.
 """
-import functools
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_script, 
 import prepare_arc
 import prepare_maze
 import prepare_sudoku
-from data import Dataset, Generated, halting_draws, load
+from data import Dataset, halting_draws
 from puzzles import IGNORE_LABEL, sudoku
 from puzzles import prepare as prepare_files
 from puzzles.download import download
@@ -88,37 +85,11 @@ def test_datasets_of_the_official_builder_load(official, real):
     assert tokens[:2].tolist() == [6, 1]
 
 
-@pytest.mark.parametrize("name, change, message", [
-    ("inputs", lambda array: array + 1, "dataset.json does not fit vocab_size: build it again"),
-    ("labels", lambda array: array[:-1], "does not fit inputs, labels"),
-    ("puzzle_identifiers", lambda array: array + 1, "does not fit num_puzzle_identifiers"),
-    ("puzzle_identifiers", lambda array: array[:0], "does not fit indices of rows, group_indices"),
-])
-def test_arrays_that_do_not_fit_are_named(name, change, message, official):
+def test_arrays_that_do_not_fit_are_named(official):
     """test_wrong_input.py has more damage."""
-    path = official / f"train/all__{name}.npy"
-    np.save(path, change(np.load(path)))
-    with pytest.raises(UserError, match=message):
-        Dataset(official, "train")
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_split_without_examples_is_named(split, official):
-    for path in official.glob(f"{split}/*.npy"):
-        # offsets keep their first number, 0
-        np.save(path, np.load(path)[:"indices" in path.name])
-    with pytest.raises(UserError, match=f"{split} has no examples: build it again"):
-        load(official)
-
-
-@pytest.mark.parametrize("name, text, message", [
-    ("train/dataset.json", "[1]", "cannot be read as a JSON object"),
-    ("train/dataset.json", '{"seq_len": 81}', "must have seq_len and vocab_size"),
-    ("manifest.json", '{"grid": "9x9", "symbols": " .123456789"}', "grid '9x9' must be"),
-])
-def test_a_wrong_description_is_named(name, text, message, official):
-    (official / name).write_text(text)
-    with pytest.raises(UserError, match=message):
+    path = official / "train/all__inputs.npy"
+    np.save(path, np.load(path) + 1)
+    with pytest.raises(UserError, match="dataset.json does not fit vocab_size: build it again"):
         Dataset(official, "train")
 
 
@@ -127,66 +98,34 @@ ONES = np.ones((3, 4), dtype=int)
 PUZZLES = (ONES, ONES)
 
 
-def generated(puzzles, manifest):
-    """Returns a Generated whose puzzles are these."""
-    class Mine(Generated):
-        task = manifest
-        test_size = 3
-
-        def draw(self, rng, n, split):
-            return puzzles
-
-    return Mine("mine", "train")
-
-
 @pytest.mark.parametrize("puzzles, changes, message", [
-    # arrays
     ((ONES + 3, ONES), {}, "integers below vocab_size=4"),
     ((ONES - 1, ONES), {}, "of questions count from 1"),
     (PUZZLES, {"grid": [2, 4]}, r"shape \(3, 4\): must be \[n, 8\] for the grid \[2, 4\]"),
-    ((ONES[:0], ONES[:0]), {}, r"shape \(0, 4\): must .* with one puzzle at least"),
-    # a task
-    (PUZZLES, {"grid": [-2, -2]}, r"grid \[-2, -2\] must be"),
-    (PUZZLES, {"symbols": ""}, "0 symbols|symbols '' must be 4"),
-    # symmetries
-    (PUZZLES, {"symmetries": {"dihedral": "no"}}, "dihedral='no': must be true or false"),
     (PUZZLES, {"symmetries": {"permute_symbols": "_1"}}, "'_1': must be symbols of .*, each once"),
-    (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\] square"),
-])
-def test_what_is_no_dataset_is_refused_written_or_made(puzzles, changes, message):
-    manifest = MANIFEST | changes
+    (PUZZLES, {"symmetries": {"dihedral": True}, "grid": [1, 4]}, r"grid \[1, 4\] square")])
+def test_what_is_no_dataset_is_not_written(puzzles, changes, message):
     with pytest.raises(UserError, match=message):
-        write_dataset("mine", {"train": puzzles}, 4, manifest)
+        write_dataset("mine", {"train": puzzles}, 4, MANIFEST | changes)
     assert not os.path.exists("mine")
-    with pytest.raises(UserError, match=message):
-        generated(puzzles, manifest)
 
 
-def test_one_rule_says_which_answers_count_in_written_and_in_made_puzzles():
-    """Puzzles may be lists, the grid a tuple, and the kind missing. A fork's own facts stay in its task."""
-    puzzles = ONES.tolist(), [[1, 0, -1, IGNORE_LABEL]] * 3
-    manifest = {"grid": (2, 2), "symbols": "_.01"}
-    write_dataset("mine", dict.fromkeys(("train", "test"), puzzles), 4, manifest)
-    written = Dataset("mine", "test")
-    made = generated(puzzles, manifest | {"own": 1})
-    assert made.task == written.task | {"own": 1}
-    for dataset in written, made:
-        assert dataset.test_batch([0])["labels"].tolist() == [[1] + [IGNORE_LABEL] * 3]
+def test_a_cell_without_a_symbol_has_no_answer():
+    """Puzzles may be lists, the grid a tuple, and the kind missing."""
+    puzzles = [[1, 1, 1, 1]], [[1, 0, -1, IGNORE_LABEL]]
+    write_dataset("mine", dict.fromkeys(("train", "test"), puzzles), 4, {"grid": (2, 2), "symbols": "_.01"})
+    batch = Dataset("mine", "test").test_batch([0])
+    assert batch["labels"].tolist() == [[1] + [IGNORE_LABEL] * 3]
 
 
 @pytest.mark.parametrize("script, changes, name", [
-    (prepare_sudoku, SMALL | dict(seed=1), "sudoku-4x4-5-aug-2-seed-1-num_test-9"),
     (prepare_sudoku, FILES | dict(num_aug=0, min_difficulty=2),
      "sudoku_real_train_60-1k-aug-0-min_difficulty-2"),
     (prepare_maze, dict(source="generate", size=5, min_path=5, num_train=2, num_test=1000),
      "maze-5x5-path-5-2-aug-8"),
-    (prepare_arc, dict(source="generate", num_aug=0, num_train=9, extra="more/tasks/"),
-     "generate-aug-0-extra-tasks-num_train-9"),
-])
+    (prepare_arc, dict(source="generate", num_aug=0, num_train=9), "generate-aug-0-num_train-9")])
 def test_a_default_folder_names_what_makes_another_dataset(script, changes, name):
     """What has its default is not in the name, since config files name the folder of the defaults."""
-    os.makedirs("more/tasks")
-    Path("more/tasks/mine.json").write_text('{"train": [{"input": [[1]], "output": [[2]]}]}')
     assert script.main(dataset_settings(script, **changes)) == f"data/{name}"
     assert os.path.isfile(f"data/{name}/manifest.json")
 
@@ -194,15 +133,14 @@ def test_a_default_folder_names_what_makes_another_dataset(script, changes, name
 @pytest.mark.parametrize("by, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -9)])
 def test_a_killed_command_leaves_nothing_that_stays(by, code):
     """After kill -9 the same command replaces the folder."""
-    path = Path("x")
-    flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=150000".split()
-    process = start_script("prepare_sudoku", [*flags, f"--output_dir={path}"])
+    flags = "--source=generate --size=4 --num_test=9 --num_train=9 --num_aug=150000 --output_dir=x"
+    process = start_script("prepare_sudoku", flags.split())
     wait_for(lambda: list(Path().glob("x.part*")))
     os.kill(process.pid, by)
     process.output(code)
     assert len(list(Path().glob("*/"))) == (by == signal.SIGKILL)
-    prepare(path, **SMALL)
-    assert list(Path().glob("*/")) == [path] and len(Dataset(path, "train")) == 15
+    prepare("x", **SMALL)
+    assert list(Path().glob("*/")) == [Path("x")]
 
 
 def test_a_full_disk_is_named_and_nothing_stays():
@@ -263,13 +201,12 @@ def test_a_long_search_is_given_up_for_its_board_alone(monkeypatch):
     assert sudoku_of(9).num_solutions(boards).tolist() == [-1, 1]
 
 
-@pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 3), (12, 2)])
+@pytest.mark.parametrize("size, n", [(4, 60), (6, 60), (9, 3)])
 def test_generated_puzzles_are_minimal_with_one_solution(size, n):
-    """Those of 12x12 are only solved: few of them are minimal."""
     questions, answers = minimal_sudokus(0, 0, n, size)
     assert sudoku_of(size).judge(questions, answers).solved.all()
     assert (sudoku_of(size).num_solutions(questions) == 1).all()
-    for question in questions if size < 12 else ():
+    for question in questions:
         # each clue is missing in one board
         clues = np.flatnonzero(question > 1)
         boards = np.tile(question, (len(clues), 1))
@@ -277,27 +214,25 @@ def test_generated_puzzles_are_minimal_with_one_solution(size, n):
         assert (sudoku_of(size).num_solutions(boards) == 2).all()
 
 
-def test_hard_puzzles_are_minimal_with_one_solution_and_take_more_work(monkeypatch):
-    monkeypatch.setattr(sudoku, "GENERATIONS", 3)
-    questions, answers = hard_sudokus(0, 0, 8, 9)
-    assert sudoku_of(9).judge(questions, answers).solved.all()
+def test_hard_puzzles_take_more_work(monkeypatch):
+    monkeypatch.setattr(sudoku, "GENERATIONS", 1)
+    questions, _ = hard_sudokus(0, 0, 8, 9)
     assert (sudoku_of(9).num_solutions(questions) == 1).all()
     usual, _ = minimal_sudokus(0, 0, 64, 9)
-    work = [np.median(sudoku.count_solutions(sudoku.candidates_of(boards, 9), 9, 2, 10**6)[1])
-            for boards in (questions, usual)]
-    assert work[0] > 2 * work[1]
+    assert median_work(questions) > 2 * median_work(usual)
 
 
-def test_hard_puzzles_are_not_among_the_others():
-    prepare("hard", source="generate", size=4, num_hard=300, num_aug=0)
-    puzzles = np.concatenate([np.load(f"hard/{split}/all__inputs.npy") for split in ("train", "test")])
-    assert len(np.unique(puzzles, axis=0)) == len(puzzles)
+def median_work(questions):
+    """Returns how many rounds the solver needs for a question."""
+    _, rounds = sudoku.count_solutions(sudoku.candidates_of(questions, 9), 9, 2, 10**6)
+    return np.median(rounds)
 
 
 def test_generation_does_not_depend_on_the_number_of_processes(monkeypatch, capfd):
     alone = prepare_sudoku.generate(4, 900, 7)
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
-    assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7)) and not capfd.readouterr().err
+    assert np.array_equal(alone, prepare_sudoku.generate(4, 900, 7))
+    assert "Traceback" not in capfd.readouterr().err  # it says how far it is if that takes long
 
 
 def test_a_process_that_is_killed_before_its_work_is_done_is_an_error(monkeypatch):
@@ -305,17 +240,6 @@ def test_a_process_that_is_killed_before_its_work_is_done_is_an_error(monkeypatc
     monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
     with pytest.raises(TransientError, match="ended before its work"):
         next(prepare_files.in_parallel(os._exit))
-
-
-def test_processes_that_generate_end_by_themselves(monkeypatch):
-    """If one was ended while it writes a result, this process would wait for the rest of it."""
-    monkeypatch.setattr(prepare_files, "JOBS_ALONE", 0)
-    job = functools.partial(subprocess.call, "sleep 0.5", shell=True)  # its number is the buffer's size
-    results = prepare_files.in_parallel(job)
-    assert next(results) == 0
-    processes = multiprocessing.active_children()
-    results.close()
-    assert {process.exitcode for process in processes} == {0}
 
 
 def test_copies_are_never_test_puzzles():
@@ -370,46 +294,32 @@ HEADER = "question,answer"
 TEST = [HEADER, *OTHERS]
 
 
-def test_the_first_wrong_row_of_a_long_file_is_named(monkeypatch):
-    """The wrong row is beyond the first block that is read."""
-    monkeypatch.setattr(prepare_files, "ROWS", 1)
-    with pytest.raises(UserError, match=r"train\.csv:4: row 1, column 1 of the answer breaks a rule"):
-        from_csv([HEADER, A, B, ("4" + "." * 15, B[1])], TEST)
-
-
-@pytest.mark.parametrize("rows, min_difficulty", [
+@pytest.mark.parametrize("rows", [
     # another order, "0" for an empty cell, quotes, a blank line, a rating that is missing
-    (["rating,answer,question,source,note", f'7,{A[1]},{A[0].replace(".", "0")},"mine, not yours",', "",
-      f",{B[1]},{B[0]},,x"], -1),
+    ["rating,answer,question,source,note", f'7,{A[1]},{A[0].replace(".", "0")},"mine, not yours",', "",
+     f",{B[1]},{B[0]},,x"],
     # what spreadsheets add, and a long text that nobody reads
-    (["question,answer,note", f"{','.join(A)},{'x' * 200_000}", f"{','.join(B)},,,,", ",,,"], 0),
+    ["question,answer,note", f"{','.join(A)},{'x' * 200_000}", f"{','.join(B)},,,,", ",,,"],
     # names of columns in public files
-    (["id,Puzzle, Solution ,clues", f"7,{','.join(A)},9", f"8,{','.join(B)},9"], 0),
-    (["unsolved,solved,difficulty", (*A, "1.7"), (*B, "1"), (*TWO, "0.2")], 1),
-])
-def test_csv_files_of_other_programs(rows, min_difficulty):
+    ["id,Puzzle, Solution ,clues", f"7,{','.join(A)},9", f"8,{','.join(B)},9"]])
+def test_csv_files_of_other_programs(rows):
     """Each file begins with a byte order mark."""
-    test = ["question,answer,rating", *((*puzzle, "9") for puzzle in OTHERS)]
-    assert from_csv(rows, test, min_difficulty=min_difficulty) == [A[0], B[0]]
+    assert from_csv(rows, TEST) == [A[0], B[0]]
 
 
 def test_rows_that_are_repeated_or_have_several_solutions_are_left_out(capsys):
     """As many puzzles are drawn as were asked for, and the same ones as without those rows."""
     rows = [HEADER, A, A, TWO, TWO, B]
-    for seed in range(4):
-        assert from_csv(rows, [*TEST, TWO], subsample_size=2, seed=seed) == [A[0], B[0]]
+    assert from_csv(rows, [*TEST, TWO], subsample_size=2) == [A[0], B[0]]
     text = capsys.readouterr().out
-    assert text.count("train.csv: left out 2 rows whose question stands above\n") == 4
+    assert "train.csv: left out 2 rows whose question stands above\n" in text
     assert "left out, since they have several solutions: 2\n" in text and "test puzzles: 2\n" in text
-
-    with pytest.raises(UserError, match=r"train\.csv:4: another answer to the same question"):
-        from_csv([HEADER, A, TWO, (TWO[0], "1234341243212143")], TEST)
     with pytest.raises(UserError, match=r"train\.csv: no puzzle has one solution"):
         from_csv([HEADER, TWO], TEST)
 
 
 def test_rows_of_the_test_set_and_easy_rows_are_left_out(capsys):
-    rated = ["question,answer,rating", (*A, "7"), (*B, ""), (*OTHERS[0], "9")]
+    rated = ["unsolved,solved,difficulty", (*A, "7"), (*B, ""), (*OTHERS[0], "9")]
     assert from_csv(rated, [rated[0], *rated[2:]], min_difficulty=3) == [A[0]]
     assert "left out, since the test set has them: 1\n" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"csv: no puzzle has one solution, or none is hard enough"):
@@ -418,16 +328,13 @@ def test_rows_of_the_test_set_and_easy_rows_are_left_out(capsys):
 
 # Downloads
 
-@pytest.mark.parametrize("fault, faults, error, message", [
-    (401, 1, UserError, r"cannot be downloaded \(status 401\): set HF_TOKEN.*--source=csv"),
-    ("break", 9, TransientError, "ChunkedEncodingError"),
-])
-def test_downloads_give_up_and_leave_nothing(hub, fault, faults, error, message):
+def test_a_download_that_is_refused_gives_up_and_leaves_nothing(hub):
     """The server would answer one more attempt."""
     path = "/datasets/me/puzzles/resolve/main/train.csv"
     hub.files[path] = b"x"
-    hub.faults[path] = [fault] * faults
-    with pytest.raises(error, match=f"^me/puzzles/train.csv.*{message}"):
+    hub.faults[path] = [401]
+    words = r"^me/puzzles/train.csv.*cannot be downloaded \(status 401\): set HF_TOKEN.*--source=csv"
+    with pytest.raises(UserError, match=words):
         download("me/puzzles", "train.csv")
     assert os.listdir("data/downloads/puzzles") == ["train.csv.lock"]
 

@@ -9,7 +9,7 @@ from helpers import judgements, prepare
 import prepare_maze
 from data import Dataset
 from prepare_maze import maze_of
-from puzzles.maze import GOAL, OPEN, PATH, START, WALL, distances, path_metrics, solve_mazes
+from puzzles.maze import GOAL, OPEN, PATH, START, WALL, path_metrics, solve_mazes
 from puzzles.symmetries import dihedral
 
 
@@ -38,43 +38,33 @@ def plain_answer(question, size):
 
 # The solver and the generator
 
-@pytest.mark.parametrize("size, n", [(2, 300), (5, 300), (70, 3)])
+@pytest.mark.parametrize("size, n", [(2, 100), (5, 300), (30, 3)])
 def test_answers_are_shortest_paths_that_prefer_down_left_right_up(size, n):
     rng = np.random.default_rng(size)
     questions = np.where(rng.random((n, size * size)) < 0.35, WALL, OPEN).astype(np.uint8)
     for question in questions:
         question[rng.choice(size * size, 2, replace=False)] = START, GOAL
-    answers, steps = solve_mazes(questions)
+    answers, _ = solve_mazes(questions)
     assert (answers == [plain_answer(question, size) for question in questions]).all()
-    num_path_cells = (answers == PATH).sum(axis=1)
-    assert (steps > 0).any() and (num_path_cells == np.maximum(steps - 1, 0)).all()
+    assert (answers == PATH).any()
 
 
-@pytest.mark.parametrize("size, min_path, n", [(30, 111, 10), (8, 12, 200)])
-def test_generated_mazes_are_hard_and_distinct(size, min_path, n):
-    """None is symmetric, or another one turned or reflected."""
-    questions, answers = prepare_maze.generate(size, n, 3, min_path)
-    assert (answers == PATH).sum(axis=1).min() >= min_path - 1
-    turned = questions[:, dihedral(size)].reshape(8 * n, -1)
-    assert len(np.unique(turned, axis=0)) == 8 * n
-
-
-def test_a_path_may_have_more_than_32767_steps():
-    line = np.ones((1, 1, 33_000), dtype=bool)
-    assert (distances(line.cumsum(axis=2) == 1, line) == np.arange(33_000)).all()
+def test_generated_mazes_are_hard_and_distinct():
+    """None is symmetric, or another one turned or reflected. Of so small mazes many would be."""
+    questions, answers = prepare_maze.generate(4, 100, 3, 5)
+    assert (answers == PATH).sum(axis=1).min() >= 4
+    turned = questions[:, dihedral(4)].reshape(800, 16)
+    assert len(np.unique(turned, axis=0)) == 800
 
 
 # Datasets
 
 def test_the_copies_of_a_maze_are_its_8_turns_each_solved_by_the_rule():
-    generated = dict(source="generate", size=7, min_path=9, num_train=40, num_test=30)
-    train = Dataset(prepare("x", prepare_maze, **generated), "train")
+    """test_data.py has the digest of such a dataset."""
+    path = prepare("x", prepare_maze, source="generate", size=7, min_path=9, num_train=40, num_test=30)
+    train = Dataset(path, "train")
     assert (train.labels == solve_mazes(train.inputs)[0]).all()
-    assert (np.diff(train.group_indices) == 8).all()
-    grid, *copies = train.inputs[:8].reshape(8, 7, 7)
-    turns = [*(np.rot90(grid, k) for k in (1, 2, 3)), np.fliplr(grid), np.flipud(grid), grid.T,
-             np.rot90(grid.T, 2)]  # in the official builder's order
-    assert np.array_equal(copies, turns)
+    assert (train.inputs.reshape(40, 8, 49) == train.inputs[::8][:, dihedral(7)]).all()
 
 
 def test_answers_that_do_not_follow_the_rule_are_turned_with_their_mazes():

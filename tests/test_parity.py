@@ -5,9 +5,6 @@ import parity
 import pytest
 from helpers import on_replicas
 
-import configurator
-from runtime.errors import UserError
-
 each_file = pytest.mark.parametrize("path", parity.FILES, ids=os.path.basename)
 
 
@@ -15,11 +12,6 @@ each_file = pytest.mark.parametrize("path", parity.FILES, ids=os.path.basename)
 @pytest.mark.parametrize("micro_batch_size", [0, 2])
 def test_training_repeats_the_official_codes_recorded_steps(path, micro_batch_size):
     parity.GoldenRun(path, "cpu", micro_batch_size=micro_batch_size).compare_all()
-
-
-def test_an_unknown_device_is_an_error():
-    with pytest.raises(UserError, match="device must be one of auto, xla, tpu, cuda, cpu, not 'gpu'"):
-        parity.main(configurator.configure(parity.Settings, ["--device=gpu"]))
 
 
 @pytest.mark.xla

@@ -6,7 +6,7 @@ import pytest
 from puzzles import kind_of
 from puzzles.maze import Maze
 from puzzles.sudoku import Sudoku
-from puzzles.text import EMPTY_SIGNS, parse
+from puzzles.text import parse
 from runtime.errors import UserError
 
 QUESTION = "12..34.........1"
@@ -20,24 +20,22 @@ def questions_of(task, text):
 
 
 @pytest.mark.parametrize("text, lines", [
-    (f"\n{QUESTION}\n\n{QUESTION}\n", [2, 4]), (FRAME + "\n" + GRID, [2, 9]),
+    (FRAME + "\n" + GRID, [2, 9]),
     (f"{QUESTION}\r\n{GRID} \n{' '.join(QUESTION)}", [1, 2, 7])])
-@pytest.mark.parametrize("sign", EMPTY_SIGNS)
+@pytest.mark.parametrize("sign", ".0")
 def test_a_puzzle_is_a_line_or_a_line_for_each_row(text, lines, sign):
     assert questions_of(Sudoku.new_task(4), text.replace(".", sign)) == dict.fromkeys(lines, QUESTION)
 
 
 @pytest.mark.parametrize("text, where", [
-    ("---+---\n", "no puzzle"), ("12", "line 1, "), (QUESTION.replace("2", "5"), "line 1, "),
-    ("my puzzle\n" + GRID, "line 1, "), (GRID.replace("34..", "34."), "line 2, "),
-    (GRID.replace("34..", ""), "line 2, "), (f"{QUESTION}\n1...\n1...\n1...", "line 5, "),
-    (GRID + "....\n" + GRID, "line 5, "), (GRID + QUESTION, "line 5, ")])
+    ("---+---\n", "no puzzle"), (QUESTION.replace("2", "5"), "line 1, "), ("my puzzle\n" + GRID, "line 1, "),
+    (GRID.replace("34..", "34."), "line 2, "), (GRID + "....\n" + GRID, "line 5, ")])
 def test_what_has_neither_form_is_refused_with_its_line(text, where):
     with pytest.raises(UserError, match=f"^{where}.*a puzzle is a line of 16 cells, or 4 lines of 4 with"):
         parse(Sudoku.new_task(4), text)
 
 
-@pytest.mark.parametrize("sign", "._? |")  # signs of empty cells, white space and rulers
+@pytest.mark.parametrize("sign", "_ |")  # signs of empty cells, white space and rulers
 def test_a_sign_that_is_a_symbol_is_a_cell(sign):
     task = {"kind": "mine", "grid": [3, 3], "symbols": f"\0{sign}#"}
     rows = [f"{sign}#{sign}", sign * 3, f"#{sign}{sign}"]

@@ -53,42 +53,20 @@ def flags(data, tmp_path):
 
 
 def test_the_list_has_each_groups_question_and_each_runs_changes(sweep):
-    text = sweep("--list", "exp01a", "exp01c", "contrib01_baseline_3x6")
-    *_, question, wide, baseline = text.splitlines()
-    assert question.startswith("How does accuracy grow with param") and text.count("?\n") == 2
+    *_, question, wide, baseline = sweep("--list", "exp01a", "exp01c").splitlines()
+    assert question.startswith("How does accuracy grow with param")
     assert wide.split() == ["exp01a_h256", "hidden_size=256", "num_heads=4", "puzzle_emb_ndim=256"]
     assert baseline.split(maxsplit=1) == ["exp01c_h512", "the baseline"]
 
 
-def test_names_and_patterns_select_runs_that_begin_with_them():
+def test_a_pattern_selects_runs_that_begin_with_it():
     names = [file.stem for file in script.select_files(["exp04a_100"], "exp0?a_2*")]
     assert names == ["exp04a_100_puzzles", "exp04a_2000_puzzles", "exp04a_250_puzzles"]
-    assert len(script.select_files([], "")) == 67
 
 
-def test_a_run_has_a_folder_of_its_own(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    study_run = script.StudyRun(script.STUDY / "exp01a_h256.py", ["config/demo.py", "--gcs_dir=gs://bucket/study/"])
-    assert study_run.command == [
-        "train.py", "config/study/exp01a_h256.py", "--init_from=auto", "config/demo.py",
-        "--gcs_dir=gs://bucket/study/", "--out_dir=out/demo/exp01a_h256",
-        "--gcs_dir=gs://bucket/study/exp01a_h256"]
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["exp01ax"], r"config/study has no run exp01ax\["),
-    ([f"{ROOT}/config/study/exp01a_h256.py"], "would follow every run's file: exp01a_h256 selects the run"),
-    (["exp01a", "--halt_max_steps=0"], "halt_max_steps must be above 0")])
-def test_wrong_input_is_an_error_before_the_first_run(argv, words):
-    with pytest.raises(script.UserError, match=words):
-        script.main(argv)
-
-
-def test_prepare_makes_the_data_of_two_runs_once(sweep, tmp_path):
-    path = tmp_path / "data"
-    command = f"prepare_sudoku.py --source=generate --size=4 --num_train=8 --num_test=4 --output_dir={path}"
-    text = sweep("exp08a", "exp08b", "--prepare", f"--data_path={path}", f"--data_prepare={command}")
-    assert text.count("is missing; making it") == 1 and os.path.exists(path / "train")
+def test_an_unknown_run_is_an_error():
+    with pytest.raises(script.UserError, match=r"config/study has no run exp01ax\["):
+        script.main(["exp01ax"])
 
 
 def test_a_run_saves_and_goes_on_after_a_stop_and_ends_with_a_killed_sweep(flags, tmp_path):

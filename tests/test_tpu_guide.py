@@ -1,13 +1,10 @@
 """What the guide gives to other machines fits them: Kaggle's notebook, Kubernetes' file, the study's loop."""
-import fnmatch
 import glob
 import json
 import os
 import re
 import shlex
 import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -35,17 +32,10 @@ def test_the_jobset_fits_the_published_schema_and_train(monkeypatch):
     configure(train.Settings, [*container["command"][3:], *container["args"]])
 
 
-def test_the_guides_loop_has_all_runs_of_the_study_and_their_datasets(monkeypatch, capsys):
-    guide = read("docs/study.md")
-    loop = re.search(r"for file in .*?; do", guide)[0] + " echo $file; done"
+def test_the_guides_loop_has_all_runs_of_the_study():
+    loop = re.search(r"for file in .*?; do", read("docs/study.md"))[0] + " echo $file; done"
     files = subprocess.check_output(["bash", "-c", loop], cwd=ROOT, text=True).split()
     assert sorted(files) == sorted(glob.glob("config/study/*.py", root_dir=ROOT))
-
-    [code] = re.findall(r'python -c "(.*?)" \$1', guide, re.S)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["-c", "config/study/exp04b_2000_copies.py"])
-    exec(code, {})
-    assert capsys.readouterr().out == "data/sudoku-extreme-1k-aug-2000\n"
 
 
 @pytest.mark.xla
@@ -54,34 +44,29 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
     for name, value in (KAGGLE | xla_environment(2)).items():
         monkeypatch.setenv(name, value)
     flags = [*TINY, "--log_interval=1", "--eval_halt_max_steps=4", "--eval_final_max_puzzles=16"]
-    # the inputs: a copy of the code, and what a session of two steps has left, which is read-only
+    # the inputs: a copy of the code, and what a session of two steps has left
     copy = tmp_path / "kaggle/input/datasets/me/code"
     copy.mkdir(parents=True)
     for name in "configurator.py", "config":
         os.symlink(Path(ROOT, name), copy / name)
     earlier = tmp_path / "kaggle/input/notebooks/me/train/run"
     run_config("sudoku_speed.py", earlier, *flags, f"--data_path={data}", "--max_steps=2")
-    earlier.chmod(0o555)
     # neither GPUs nor internet
     monkeypatch.setattr("subprocess.check_output", lambda command: b"0")
     monkeypatch.setattr("socket.create_connection", mock.Mock(side_effect=OSError))
 
     def shell(command):
         script_command = re.search(rf"{copy}/(?:scripts/)?(\w+)\.py (.*)", command)
-        if not script_command:
-            if command.startswith("cp "):  # the others make TorchTPU's environment
-                subprocess.run(shlex.split(command), check=True)
-            return
-        script = script_command[1]
-        arguments = shlex.split(script_command[2])
-        commands.append([script, *arguments])
-        if script == "first_chip":  # it has a test of its own
-            configure(first_chip.Settings, arguments)
-        else:
-            own = DATA.split() if script == "prepare_sudoku" else []
-            output[script] = start_script(script, [*arguments, *own]).output()
+        if command.startswith("cp "):
+            subprocess.run(shlex.split(command), check=True)
+        elif script_command:  # what is neither makes TorchTPU's environment
+            script, arguments = script_command.groups()
+            if script == "first_chip":  # it has a test of its own
+                configure(first_chip.Settings, shlex.split(arguments))
+            else:
+                own = DATA.split() if script == "prepare_sudoku" else []
+                output[script] = start_script(script, [*shlex.split(arguments), *own]).output()
 
-    commands = []
     output = {}  # of each script
     space = dict(shell=shell)
     for cell in code_cells("kaggle_tpu.ipynb"):
@@ -91,22 +76,18 @@ def test_the_notebook_continues_an_earlier_session(data, tmp_path, monkeypatch, 
         exec(cell, space)
         space["flags"] = shlex.join([*flags, "--max_steps=4"])
 
-    # the commands, in order; training goes on where the earlier session has ended
-    assert [" ".join(command[:2]) for command in commands[:3]] == [
-        "first_chip --device=xla", "first_chip --device=tpu", "prepare_sudoku --source=generate"]
+    # training goes on where the earlier session has ended
     assert "2 x xla" in output["train"] and "training from step 2 to 4" in output["train"]
     assert "step 4: " in output["solve"]
-    assert [*curve("run")] == [1, 2, 3, 4] and Path("run").stat().st_mode & 0o200
-    assert len(pyplot.get_fignums()) == 2
+    assert [*curve("run")] == [1, 2, 3, 4] and len(pyplot.get_fignums()) == 2
 
 
-@pytest.mark.parametrize("gpus, path, variable, device", [
-    (2, "", "", "cuda"), (0, "", "TPU_WORKER_ID", "xla"), (0, "/dev/vfio/0", "", "xla"),
-    (0, "/dev/vfio/vfio", "", "cpu")])
-def test_the_notebook_finds_the_chips(monkeypatch, gpus, path, variable, device):
+@pytest.mark.parametrize("gpus, variable, device", [
+    (2, "", "cuda"), (0, "TPU_WORKER_ID", "xla"), (0, "", "cpu")])
+def test_the_notebook_finds_the_chips(monkeypatch, gpus, variable, device):
     """It never asks torch_xla, which would hold them."""
     monkeypatch.setattr("subprocess.check_output", lambda command: b"%d" % gpus)
-    monkeypatch.setattr("glob.glob", partial(fnmatch.filter, [path]))
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("os.environ", {variable: ""})
     first, second, *_ = code_cells("kaggle_tpu.ipynb")
