@@ -85,11 +85,15 @@ def test_datasets_of_the_official_builder_load(official, real):
     assert tokens[:2].tolist() == [6, 1]
 
 
-def test_arrays_that_do_not_fit_are_named(official):
+@pytest.mark.parametrize("name, change, message", [
+    ("inputs", lambda array: array + 1, "vocab_size"),
+    ("group_indices", lambda array: np.insert(array, 1, array[1]), "groups without a version"),
+])
+def test_arrays_that_do_not_fit_are_named(name, change, message, official):
     """test_wrong_input.py has more damage."""
-    path = official / "train/all__inputs.npy"
-    np.save(path, np.load(path) + 1)
-    with pytest.raises(UserError, match="dataset.json does not fit vocab_size: build it again"):
+    path = official / f"train/all__{name}.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(UserError, match=f"dataset.json does not fit {message}: build it again"):
         Dataset(official, "train")
 
 
@@ -220,6 +224,12 @@ def test_hard_puzzles_take_more_work(monkeypatch):
     assert (sudoku_of(9).num_solutions(questions) == 1).all()
     usual, _ = minimal_sudokus(0, 0, 64, 9)
     assert median_work(questions) > 2 * median_work(usual)
+
+
+def test_hard_puzzles_are_not_among_the_others():
+    prepare("hard", source="generate", size=4, num_hard=300, num_aug=0)
+    puzzles = np.concatenate([np.load(f"hard/{split}/all__inputs.npy") for split in ("train", "test")])
+    assert len(np.unique(puzzles, axis=0)) == len(puzzles)
 
 
 def median_work(questions):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import solve
 import torch
 from helpers import ROOT, in_new_process, last_weights, prepare, remove, run, same
 
@@ -15,7 +16,9 @@ import optim
 import train
 from puzzles import kind_of
 from puzzles.sudoku import Sudoku
+from runtime.errors import UserError
 
+LATIN = dict(kind="latin", grid=[3, 3], symbols="_.123")
 RENAMED = dict(kind="mine", grid=[6, 6], symbols="_.abcdef", symmetries=dict(permute_symbols="abcdef"))
 FLAGS = ["--puzzle_emb_ndim=0", "--L_layers=1", "--H_cycles=1", "--L_cycles=3"]
 
@@ -29,12 +32,12 @@ def example(name, task, *flags):
     return trm
 
 
-def supervision_step(trm, questions):
+def supervision_step(trm, questions, step=0):
     tokens = torch.from_numpy(questions.astype(np.int32))
-    steps = torch.zeros(len(tokens), dtype=torch.long)
+    steps = torch.full((len(tokens),), step)
     puzzles = dict(inputs=tokens, labels=tokens, steps=steps)
     sequences = trm.new_sequences(len(tokens), torch.float64) | puzzles
-    return trm(sequences, min_halt_steps=steps)
+    return trm(sequences, min_halt_steps=torch.zeros_like(steps))
 
 
 def answer_copies(name, task):
@@ -58,7 +61,7 @@ def test_a_copy_by_symmetry_has_the_copy_of_the_answer(name, task):
 
 
 def test_a_run_on_two_sizes_resumes_with_the_same_bits():
-    """Every second step is on the other size."""
+    """Every second step is on the other size. The weights can then begin a run of the other size alone."""
     for size in 4, 6:
         prepare(f"data{size}", source="generate", size=size, num_train=40, num_test=20, num_aug=0)
     forks = [f"{ROOT}/examples/{name}.py" for name in ("houses", "soap", "sizes")]
@@ -69,12 +72,59 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     remove("resumed", "ckpt_0000000[67].*")
     assert "training from step 3" in run("data6", "resumed", *flags, "--init_from=auto")
     assert same(last_weights("resumed"), last_weights("whole"))
+    # a resume on another second dataset is refused
+    text = run("data6", "resumed", *flags, "--other_data_path=data6", "--init_from=auto", code=2)
+    assert "was trained on another dataset" in text
+
     # without the other size the weights are others
     run("data6", "alone", *flags, "--other_interval=100")
     assert not same(last_weights("alone"), last_weights("whole"))
 
-    # they fit the other size alone
     run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
+
+
+def see_ends():
+    trm = example("houses", Sudoku.new_task(4), "--halt_max_steps=8").train()
+    questions = np.random.default_rng(0).integers(1, 6, (20, 16))
+    # after which step each sequence ends if no answer is sure, and if all are
+    ends = {}
+    for is_sure in False, True:
+        torch.nn.init.constant_(trm.q_head.bias, 1e9 if is_sure else -1e9)
+        halted = np.stack([halts_after(trm, questions, step) for step in range(1, 9)])
+        ends[is_sure] = 1 + halted.argmax(0)
+    assert {*ends[False]} == {4, 5, 6, 7, 8}
+    # some run on to their last step
+    runs_on = ends[True] == ends[False]
+    assert 0 < runs_on.sum() < 10 and (ends[True][~runs_on] == 1).all()
+    # a sequence ends alone as it does in a batch
+    assert np.concatenate([halts_after(trm, question[None], 5) for question in questions]).tolist() == [
+        *halts_after(trm, questions, 5)]
+
+
+def halts_after(trm, questions, step):
+    return supervision_step(trm, questions, step - 1).sequences["halted"].numpy()
+
+
+def test_where_a_sequence_ends_in_training_follows_from_its_puzzle():
+    in_new_process(see_ends)
+
+
+def see_units():
+    trm = example("houses", LATIN | dict(units=[[1, 3], [3, 1]]), "--L_cycles=1")
+    # the cells whose first latent changes with a given in the corner
+    questions = np.ones((2, 9))
+    questions[1, 0] = 2
+    z_L = supervision_step(trm, questions).sequences["latents"]["z_L"]  # [2, S, K, D]
+    change = (z_L[0] - z_L[1]).abs().amax((1, 2))
+    assert (change > 1e-9).tolist() == [True, True, True, *[True, False, False] * 2]
+    configurator.FORKS.clear()  # as in a process of its own
+    with pytest.raises(UserError, match="latin.*--units"):
+        example("houses", LATIN)
+
+
+def test_a_candidate_sees_the_units_that_its_task_has():
+    """Latin squares have rows and columns, and no boxes."""
+    in_new_process(see_units)
 
 
 def descend_by_soap():
@@ -93,3 +143,7 @@ def descend_by_soap():
 
 def test_soap_moves_equally_along_each_singular_vector_of_a_constant_gradient():
     in_new_process(descend_by_soap)
+
+
+def test_a_puzzle_alone_finds_a_model_for_every_size():
+    assert solve.choose_model("." * 256).name == "sudoku.pt"

@@ -170,8 +170,14 @@ SUDOKU = {
     CSV + "--train_csv=nowhere.csv": "nowhere.csv | No such file",
     CSV + "--train_csv=cut.csv.gz": "cut.csv.gz | cannot be read"}
 MAZE_CSV = "--test_csv=maze.csv --output_dir=data/new "
-MAZE_FLAGS = {"--source=generate --size=5": "5x5 | 111 steps | min_path"}
+MAZE_FLAGS = {
+    "--source=generate --size=5": "5x5 | 111 steps | min_path",
+    "--size=10": "size does nothing with --source=hub",
+    "--source=generate --subsample_size=9": "subsample_size does nothing with --source=generate"}
 ARC = {
+    "--size=5": "size does nothing with --source=arc1",
+    "--source=generate --max_side=5": "max_side does nothing with --source=generate",
+    "--source=generate --num_pairs=1": "num_pairs must be 2 or more, not 1",
     "--source=nowhere": "nowhere has no tasks for evaluation | source must be arc1, arc2, generate",
     "--source=generate --num_train=4 --num_test=4 --test_subset=tests":
         "test_subset=tests: it must be one of subsets=training,"}
