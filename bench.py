@@ -32,7 +32,7 @@ from runtime.flops import flops_per_example
 
 class Settings:
     # what is measured
-    steps: From0 = 0  # steps in a row without a wait, three times; 0: 20 on a GPU, 2 elsewhere
+    steps: From0 = 0  # steps in a row without a wait, three times; 0: 20 on a GPU, 3 elsewhere
     replica_batch_size: From0 = 0  # sequences on each replica; 0: global_batch_size is divided among them
     # side of the random puzzles where data_path is missing and no data_prepare makes it
     size: Rule("from 1 to 254", lambda side: 0 < side < 255) = 9  # a token is a byte
@@ -72,7 +72,7 @@ def measure(run, next_inputs, num_steps):
     """
     settings = run.settings
     device = run.device
-    num_steps = num_steps or (20 if device.type == "cuda" else 2)
+    num_steps = num_steps or (20 if device.type == "cuda" else 3)
 
     # the training step, at the full depth; its first call compiles
     def train_step():
