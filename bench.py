@@ -189,12 +189,12 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
         path = data.get_dataset(settings, lambda: False)
         settings.data_path = find_or_make_dataset(path, folder, bench_settings.size)
-        measured = settings, bench_settings.steps, device_type, bench_settings.replica_batch_size
+        arguments = settings, bench_settings.steps, device_type, bench_settings.replica_batch_size
         spawn = spawner(device_type)
         if spawn:
-            spawn(configurator.Spawned(bench, train.Settings, *measured))
+            spawn(configurator.Spawned(bench, train.Settings, *arguments))
         else:
-            bench(*measured)
+            bench(*arguments)
 
 
 if __name__ == "__main__":

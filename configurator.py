@@ -89,8 +89,8 @@ class Values:
         """Sets a setting. Raises UserError, which names `where`, for an unknown name or another type."""
         if name not in self.defaults:
             [closest] = difflib.get_close_matches(name, self.defaults, 1, 0)
-            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help; a fork "
-                            "comes before its flags, and its own names begin with _")
+            raise UserError(f"{where}: unknown setting {name}; the closest is {closest}; see --help; "
+                            "flags of a fork follow its file, and its own names begin with _")
 
         default = self.defaults[name]
         expected = type(default)

@@ -152,7 +152,7 @@ class Dataset:
 
     def check(self):
         """Raises UserError, which names the arrays whose shapes or numbers do not fit."""
-        if 0 in (len(self.inputs), len(self.row_indices), len(self.group_indices)):
+        if min(len(self.inputs), len(self.row_indices), self.total_groups) < 1:
             raise UserError(f"{self.folder} has no examples: build it again")
         num_owners = self.total_groups if self.makes_versions else len(self.puzzle_identifiers)
         shape = (self.row_indices[-1], self.seq_len)
@@ -201,8 +201,8 @@ class Dataset:
         """
         # the epochs follow each other in an endless stream of examples, which the batches cut
         own_slice = rank_slice(batch_size, rank, world)
-        positions = step * batch_size + np.arange(batch_size)[own_slice]
-        epochs, positions = np.divmod(positions, self.epoch_examples)
+        stream_positions = step * batch_size + np.arange(batch_size)[own_slice]
+        epochs, positions = np.divmod(stream_positions, self.epoch_examples)
         own_positions = [(epoch, positions[epochs == epoch]) for epoch in np.unique(epochs)]
 
         # ARC, also in the official code's datasets: a group brings all examples of a version

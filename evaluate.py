@@ -145,7 +145,7 @@ class Queue:
     results, {name: [n, ...]}, zeros until a puzzle's first attempt leaves:
         preds, q_halt_logits (the official names of answers and q_halt), METRICS, LOSS_TERMS: of the first
             attempt, at the puzzle itself.
-        SUREST: the most confident answer of all attempts; a tie goes to the earliest.
+        SUREST: the most confident answer of all attempts; a tie goes to the earlier attempt.
         attempts: how many there were.
 
     weights, puzzle_emb: {name: tensor} and [N, D'] on the evaluator's device, as in weights_of. The puzzles
@@ -162,7 +162,7 @@ class Queue:
         self.slots = [None] * evaluator.batch_size  # the Attempt in each slot; None: free
         self.halted = np.ones(evaluator.batch_size, bool)  # slots that take a new one at the next step
         self.slot_tensors = evaluator.new_slots()
-        self.inputs = None  # of evaluator.eval_step
+        self.inputs = None  # what eval_step gets; fill() makes it
 
         # answers take a byte a cell, since a test set may have a third of a billion cells
         n = len(indices)

@@ -60,7 +60,7 @@ class TRM(nn.Module):
         if settings.loss_type not in LOSSES:  # a checkpoint's may be in a fork
             raise ValueError(f"there is no loss_type {settings.loss_type!r}: run the fork that has it")
 
-        # the positions: those of the puzzle embedding, where there is one, and the cells
+        # positions: the puzzle embedding, if there is one, and then the cells
         self.has_puzzle_emb = settings.puzzle_emb_ndim > 0
         self.prefix = 0  # P
         if self.has_puzzle_emb:

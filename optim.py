@@ -141,12 +141,12 @@ def sign_sgd(puzzle_emb, packed, lr, weight_decay):
 # ---------------------------------------------------------------------------------------------------------
 # Schedules: pure functions of the settings and the step, which counts from 0
 
-def official_epoch_examples(data):
+def official_epoch_examples(dataset):
     """Returns the examples of an epoch as the official code counts them, by the mean over all versions.
 
     For ARC the stream of train_batch takes more to offer every group once: see Dataset.epoch_examples.
     """
-    return data.total_groups * data.mean_puzzle_examples
+    return dataset.total_groups * dataset.mean_puzzle_examples
 
 
 def count_steps(settings, examples_per_epoch):

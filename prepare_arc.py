@@ -108,7 +108,7 @@ def main(settings):
         "test tasks": len(test),
         "versions of tasks": len(versions) - 1,
         **left_out,
-        "test outputs that are not known": sum(not answer.size for pairs, _ in test for _, answer in pairs),
+        "test outputs that are not known": sum(not pair[1].size for pairs, _ in test for pair in pairs),
     }
     kind = ARC(ARC.new_task(settings.max_side))
     manifest = kind.task | {"command": command_of(__file__, settings), "counts": counts}

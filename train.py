@@ -74,7 +74,7 @@ class Settings:
     pos_encodings: one_of(["none", "rope", "learned"]) = "none"  # rope: attention only
     puzzle_emb_ndim: From0 = 512  # width of the puzzle embedding; 0: none
     puzzle_emb_len: From0 = 16  # prefix positions; 0: ceil(puzzle_emb_ndim / hidden_size)
-    # bfloat16 becomes float16 or float32 where it would be emulated; auto: the device's fastest
+    # on CPUs and GPUs that emulate bfloat16, it becomes float16 or float32; auto: the device's fastest
     forward_dtype: one_of(["auto", "bfloat16", "float32", "float16"]) = "bfloat16"
     # halting
     halt_max_steps: Above0 = 16  # maximum supervision steps of a sequence
@@ -114,7 +114,7 @@ class Settings:
     log_interval: Above0 = 10  # steps averaged in a line of the log
     stall_timeout: From0 = 1800  # exit if no step finishes for this many seconds; 0: never
     device: one_of(["auto", "xla", "tpu", "cuda", "cpu"]) = "auto"  # xla: torch_xla on a TPU; tpu: TorchTPU
-    compile: one_of(["auto", "on", "off"]) = "auto"  # torch.compile; auto: on CUDA (docs/performance.md)
+    compile: one_of(["auto", "on", "off"]) = "auto"  # torch.compile; auto: on CUDA (docs/gpu.md)
     # logging
     wandb_log = False  # send metrics.jsonl to Weights & Biases too
     wandb_project: NotEmpty = "trm"  # in your default entity, or WANDB_ENTITY
@@ -165,7 +165,7 @@ class Run:
         self.dtype = getattr(torch, settings.forward_dtype)
         # the FLOPs of a training step at a depth, (H_cycles, L_cycles); without one at the full depth
         self.flops_per_example = functools.cache(functools.partial(flops_per_example, trm))
-        self.micro_batch_size = device.micro_batch_size(settings, self.flops_per_example())
+        self.micro_batch_size = device.choose_micro_batch_size(settings, self.flops_per_example())
         # rank 0's state and buffers on all ranks; steps use the weights of run.state, not the model's own
         shared = device.broadcast(dict(state=self.first_state(saved or {}), buffers=self.buffers()))
         self.state = device.put(shared["state"])
@@ -397,7 +397,10 @@ def make_inputs(run, train_set, step, total_steps):
 # The loop
 
 def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
-    """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks."""
+    """Trains from start.step to the end or until a stop is requested; returns the step reached. All ranks.
+
+    train_set, test_set: Datasets. log: a Log. checkpoints: a Checkpoints. start: a checkpoint.Start.
+    """
     settings = run.settings
     examples_per_epoch = optim.official_epoch_examples(train_set)
     checkpoint_interval = settings.checkpoint_interval or total_steps
@@ -422,7 +425,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
                          evaluation["eval/loss"])
             # the line comes last: a resume does not repeat an evaluation that has one
             checkpoints.save_if_best(step, metrics | evaluation)
-            log.evaluation(step, evaluation)
+            log.write_evaluation(step, evaluation)
             log.restart_clock(step)
 
         # forward, backward, update, at the depth of this step
@@ -471,7 +474,7 @@ def log_steps(run, log, step, total_steps, cycles):
     check_finite(run.settings, f"loss or gradient not finite between steps {log.step + 1} and {step}",
                  values["train/loss"], values["train/grad_norm"])
     lr = optim.rates_at(run.settings, step - 1, total_steps)["lr"]
-    return log.train(step, total_steps, values, lr, run.flops_per_example(cycles))
+    return log.write_train(step, total_steps, values, lr, run.flops_per_example(cycles))
 
 
 def check_finite(settings, what, *values):
@@ -525,7 +528,7 @@ def final_evaluation(run, test_set, log, checkpoints, step):
         if not checkpoints.is_written:
             return False
     # "final" marks the run as complete
-    log.evaluation(step, {"final": True, **values})
+    log.write_evaluation(step, {"final": True, **values})
     return True
 
 

@@ -142,20 +142,20 @@ def task_names(dataset):
     return [names[i] for i in np.searchsorted(first_identifiers, identifiers)]
 
 
-def count_votes(test, indices, preds, q_halt):
+def count_votes(test_set, indices, preds, q_halt):
     """Returns {(group, member, answer): [the confidence of each of its votes]} of test examples.
 
     A group is a task, a member one of its test inputs. Answers are the keys of grids (grid_key) in the
     task's own version.
 
     Args:
-        test: the data.Dataset of test tasks.
+        test_set: the data.Dataset of test tasks.
         indices: which of its examples [n].
         preds: their answers, tokens [n, S].
         q_halt: the confidence of each answer, logits [n].
     """
-    versions, members = test.locate(indices)
-    groups = test.groups_of(versions)
+    versions, members = test_set.locate(indices)
+    groups = test_set.groups_of(versions)
     confidences = sigmoid(q_halt)
 
     votes = defaultdict(list)
@@ -168,7 +168,7 @@ def count_votes(test, indices, preds, q_halt):
     )
     for version, group, member, tokens, confidence in zip(*columns):
         # bring the answer back to the task's own colors and orientation
-        grid = undo_version(crop(tokens), test.versions[version])
+        grid = undo_version(crop(tokens), test_set.versions[version])
         votes[group, member, grid_key(grid)].append(confidence)
     return votes
 
@@ -193,7 +193,7 @@ def merge_votes(ranks):
     return elected
 
 
-def vote_values(test, elected):
+def vote_values(test_set, elected):
     """Returns {"eval/pass1": share, ...} of the tasks that were voted on and have known answers.
 
     A task counts by the share of its test inputs that are solved (official evaluators/arc.py).
@@ -202,7 +202,7 @@ def vote_values(test, elected):
     num_tasks = 0
     for group in sorted({group for group, _ in elected}):
         # an answer that is not known is empty
-        answers = [answer for _, answer in pairs_of(test, group)]
+        answers = [answer for _, answer in pairs_of(test_set, group)]
         if not all(answer.size for answer in answers):
             continue
         num_tasks += 1
@@ -215,9 +215,9 @@ def vote_values(test, elected):
     return {f"eval/pass{k}": total / max(1, num_tasks) for k, total in solved.items()}
 
 
-def submission(test, elected):
+def submission(test_set, elected):
     """Returns {task: [{"attempt_1": grid, "attempt_2": grid}, ...]}, an entry a test input, as for Kaggle."""
-    names = task_names(test)
+    names = task_names(test_set)
     attempts = {}
     for (group, _), answers in sorted(elected.items()):
         grids = [np.ndarray(shape, np.uint8, cells).tolist() for shape, cells in answers[:2]]

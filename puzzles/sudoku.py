@@ -27,7 +27,7 @@ UNIT_AXES = (
 )
 BOARDS = 4096  # boards in the solver at a time: so many stay in the processor's cache
 SEARCH = 500_000  # rounds of the solver, over all boards of one puzzle's search: a second; most need 1000
-GENERATIONS = 12  # of hard puzzles
+GENERATIONS = 12  # rounds in which hard puzzles are bred
 SHORT_SEARCH = 300  # rounds for each clue of a board with more than 9 rows
 
 

@@ -52,10 +52,10 @@ class Start(NamedTuple):
     """Where a run begins, the same on all ranks."""
     path: str  # the checkpoint with its weights; "": new weights
     is_resume: bool  # it goes on with the run of that checkpoint
-    run_id: str  # of the run that is resumed, or ""
+    run_id: str  # the id of the resumed run, or ""
     step: int
     evaluation: dict  # the last one that was logged at this step
-    saved_settings: dict  # of the run that is resumed or evaluated
+    saved_settings: dict  # the settings of the resumed or evaluated run
     init_sha256: str  # hash of the file that the run began with, or ""
 
 

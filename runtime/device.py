@@ -19,7 +19,7 @@ from runtime.errors import UserError, one_line
 from runtime.files import to_stderr
 from runtime.process import STOP, StepDropped, end_with_parent, start_thread
 
-CPU_FLOP = 1e11  # of a micro-batch on a CPU: two cores take 2 to 15 seconds
+CPU_FLOP = 1e11  # most of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     world: int = 1
     local_rank: int = 0  # the number of its GPU
     host: int = 0
-    joins: bool = False  # whether it has yet to meet the others, where the variables say
+    must_join: bool = False  # it has yet to meet the others, where the variables say
 
 
 def read_place():
@@ -83,7 +83,7 @@ def read_place():
         world = int(given["WORLD_SIZE"])
         # torch would wait for a rank beyond the others
         if has_all and 0 <= rank < world and 0 < int(given["MASTER_PORT"]) < 2 ** 16:
-            return Place(rank, world, local_rank, host, joins=True)
+            return Place(rank, world, local_rank, host, must_join=True)
     variables = " ".join(f"{name}={value}" for name, value in given.items())
     raise UserError(f"{variables} in the environment: several replicas need the first four, as torchrun "
                     "sets them, RANK below WORLD_SIZE, MASTER_PORT below 65536; one process needs "
@@ -119,7 +119,7 @@ class Device:
             self.torch_device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.torch_device)
             self.name = torch.cuda.get_device_name(self.torch_device)
-        if place.joins:
+        if place.must_join:
             self.join_replicas(settings)
 
     def join_replicas(self, settings):
@@ -243,8 +243,8 @@ class Device:
         dist.broadcast(vector, 0)
         return vector
 
-    def prepare(self, model):
-        model.to(self.torch_device)
+    def prepare(self, trm):
+        trm.to(self.torch_device)
 
     def compile(self, fn):
         """Returns fn through torch.compile, where the settings ask for that."""
@@ -273,7 +273,7 @@ class Device:
         """Returns fn(state, inputs, *static), which changes the tensors of state in place."""
         return fn
 
-    def micro_batch_size(self, settings, flops):
+    def choose_micro_batch_size(self, settings, flops):
         """Returns how many sequences to compute at a time, which changes no result but by rounding.
 
         On a CPU it is at most what takes some seconds: only between micro-batches can a stop take effect.
@@ -297,9 +297,9 @@ class Device:
             batch: a tree of tensors [B, ...].
             size: of a micro-batch; 0: all B.
 
-        Returns the sums, and the trees joined, [B, ...]. Tells self.report the seconds since the first
-        micro-batch, which compiles, and the share of the others that is done. Raises StepDropped if a stop
-        is requested in what takes long, unless other replicas would wait for this one.
+        Returns the sums, and the trees joined, [B, ...]. Calls self.report with the seconds since the first
+        micro-batch, which compiles, and with the share of the others that is done. Raises StepDropped if a
+        stop is requested during a long step and there is one replica.
         """
         num_sequences = len(tree_leaves(batch)[0])
         size = size or num_sequences

@@ -60,7 +60,7 @@ def choose_device(wanted):
 
 def check_launcher(place):
     """Raises UserError if a launcher has started several processes, of which each would train alone."""
-    is_alone = place.world == 1 and not place.joins
+    is_alone = place.world == 1 and not place.must_join
     for name in LAUNCHERS:
         # each of srun's tasks may be a torchrun that does not know the others
         is_apart = name == "SLURM_STEP_NUM_TASKS" and os.environ.get("GROUP_WORLD_SIZE") == "1"

@@ -188,7 +188,7 @@ def outdated(names, newest, keep_last_n):
     names: all files. newest: the newest good checkpoint. Newer ones were found damaged, and do not count.
     """
     steps = [step for step in map(step_of, complete_checkpoints(names)) if step <= step_of(newest)]
-    oldest = min(steps[:keep_last_n], default=0)  # of those that stay
+    oldest = min(steps[:keep_last_n], default=0)  # the oldest checkpoint that stays
     older = [name for name in names if re.fullmatch(r"ckpt_\d+\.(pt|json)", name) and step_of(name) < oldest]
     unfinished = [name for name in names if re.fullmatch(UNFINISHED, name)]
     # a .json comes before its .pt, which is no checkpoint without it

@@ -17,25 +17,25 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-def flops_per_example(model, cycles=None):
+def flops_per_example(trm, cycles=None):
     """Returns the FLOPs of a training step for one sequence.
 
     cycles: see TRM.forward. A fork that reads values cannot be counted, and has 0. The model is in training
     mode afterwards.
     """
     # one sequence on the device "meta", where tensors have shapes and no numbers
-    leaves = {name: w.to("meta").requires_grad_() for name, w in model.weights().items()}
-    buffers = {name: t.to("meta") for name, t in model.named_buffers()}
-    sequences = tree_map(lambda t: t.to("meta"), model.new_sequences(1))
+    leaves = {name: w.to("meta").requires_grad_() for name, w in trm.weights().items()}
+    buffers = {name: t.to("meta") for name, t in trm.named_buffers()}
+    sequences = tree_map(lambda t: t.to("meta"), trm.new_sequences(1))
     puzzle_rows = None
-    if model.has_puzzle_emb:
-        puzzle_rows = torch.empty(1, model.settings.puzzle_emb_ndim, device="meta", requires_grad=True)
+    if trm.has_puzzle_emb:
+        puzzle_rows = torch.empty(1, trm.settings.puzzle_emb_ndim, device="meta", requires_grad=True)
 
     # a forward and a backward pass, in training mode
-    model.train()
+    trm.train()
     try:
         with FlopCounter() as counter:
-            result = model.call_with(leaves | buffers, sequences, puzzle_rows, sequences["steps"], cycles)
+            result = trm.call_with(leaves | buffers, sequences, puzzle_rows, sequences["steps"], cycles)
             result.values["loss"].sum().backward()
     except RuntimeError:  # item() and the like
         return 0

@@ -27,7 +27,7 @@ class Log:
         self.step = step
         self.wandb = None  # what wandb.init returns
         self.hardware = f"{device.world} x {device.type} ({device.name})"
-        self.next_line = 0.0  # of within_step
+        self.next_line = 0.0  # when within_step may print again
         self.restart_clock(step)
 
     def print0(self, text):
@@ -38,7 +38,7 @@ class Log:
                 print(text, flush=True)
             self.append("log.txt", text)
 
-    def metrics(self, step, values):
+    def write_metrics(self, step, values):
         """Adds a line to metrics.jsonl, and a row at W&B."""
         if self.device.rank != 0:
             return
@@ -51,13 +51,13 @@ class Log:
             self.stop_wandb("stopped", e)
 
     def append(self, name, line):
-        with self.warning(name) as path:
+        with self.warning_if_unwritable(name) as path:
             os.makedirs(self.settings.out_dir, exist_ok=True)
             with open(path, "ab") as f:
                 f.write(f"{line}\n".encode(errors="backslashreplace"))
 
     @contextmanager
-    def warning(self, name):
+    def warning_if_unwritable(self, name):
         """Yields the path of a file of out_dir; if the block cannot write it, training goes on."""
         path = f"{self.settings.out_dir}/{name}"
         try:
@@ -109,7 +109,7 @@ class Log:
     def begin_metrics(self, facts):
         """Writes the first line of metrics.jsonl, and drops lines past the first step. Rank 0."""
         # a run that resumes may have begun on other hardware
-        with self.warning("metrics.jsonl") as path:
+        with self.warning_if_unwritable("metrics.jsonl") as path:
             hardware = sorted({self.hardware, *files.read_facts(path).get("hardware", [])})
             lines = [{"step": 0, "run": facts | dict(hardware=hardware)}]
             # a killed run may have logged steps past its last checkpoint, which this one repeats; one that
@@ -162,7 +162,7 @@ class Log:
             self.next_line = time.monotonic() + SLOW
             self.print0(f"{share:.0%} of a step, {files.duration(step_seconds - seconds)} left")
 
-    def train(self, step, total_steps, values, lr, flops_per_example):
+    def write_train(self, step, total_steps, values, lr, flops_per_example):
         """Logs the steps since the last line; returns the metrics, which are values and the speed.
 
         Args:
@@ -189,15 +189,15 @@ class Log:
             line += f" | {speed:,.0f} examples/s {1e3 * seconds:,.0f} ms"
             line += f" | eta {files.duration((total_steps - step) * seconds)}"
         values |= self.device.counts()  # of the compiler, on XLA
-        self.metrics(step, values)
+        self.write_metrics(step, values)
         self.print0(line)
         self.step = step
         return values
 
-    def evaluation(self, step, values):
+    def write_evaluation(self, step, values):
         """Logs an evaluation; metrics.jsonl is the record of the training run alone."""
         if not self.settings.eval_only:
-            self.metrics(step, values)
+            self.write_metrics(step, values)
         self.print0(f"step {step} | evaluation: {listed(values)}")
 
     def __enter__(self):

@@ -127,8 +127,8 @@ def recomputed_attention(q, k, v):
     return Recomputed.apply(attend, q, k, v)
 
 
-def write_out_attention(model):
+def write_out_attention(trm):
     """Lets the layers of a model use recomputed_attention."""
-    for layer in model.L_level.layers:
+    for layer in trm.L_level.layers:
         if hasattr(layer, "self_attn"):
             layer.self_attn.attend = recomputed_attention

@@ -73,12 +73,12 @@ def load_weights(trm, official_weights, same_identifiers=True):
     return is_averaged
 
 
-def load_start(start, saved, settings, model, train_set):
+def load_start(start, saved, settings, trm, train_set):
     """Loads the weights of a Start, whose file has `saved`; returns lines that say what differs. Rank 0."""
     path = start.path
     if not path:
         return []
-    attention = changed_attention(model, saved)
+    attention = changed_attention(trm, saved)
     notes = []
     if start.is_resume:
         check_run(start, saved, settings, train_set, attention)
@@ -96,10 +96,10 @@ def load_start(start, saved, settings, model, train_set):
     if settings.freeze_weights and not start.is_resume:
         weights = saved.get("ema") or weights
     try:
-        is_averaged = load_weights(model, weights, same_identifiers)
+        is_averaged = load_weights(trm, weights, same_identifiers)
     except ValueError as e:
         if not start.is_resume:
-            notes += changes(model.settings, saved.get("settings", {}), OF_SHAPES)
+            notes += changes(trm.settings, saved.get("settings", {}), OF_SHAPES)
         raise UserError("; ".join([f"{path}: {e}", *notes])) from None
     if is_averaged and settings.eval_only:
         raise UserError(f"{path} has other puzzle identifiers than {train_set.path}: it can be trained "
@@ -124,15 +124,15 @@ def check_run(start, saved, settings, train_set, attention):
                         "or choose another --out_dir")
 
 
-def changed_attention(model, saved):
+def changed_attention(trm, saved):
     """Returns a line for each setting of attention that differs from the checkpoint's; no shape shows it."""
-    if model.settings.mlp_t:
+    if trm.settings.mlp_t:
         return []
     names = ["num_heads", "pos_encodings"]
-    if model.has_puzzle_emb:
+    if trm.has_puzzle_emb:
         names.append("puzzle_emb_len")
     # files of the official code have no settings
-    return changes(model.settings, saved.get("settings", {}), names)
+    return changes(trm.settings, saved.get("settings", {}), names)
 
 
 def changes(settings, saved_settings, names):

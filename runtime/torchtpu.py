@@ -49,9 +49,9 @@ class TPUDevice(Device):
     def sum_of_ranks(self, vector):
         return all_reduce(vector, "sum", dist.group.WORLD)
 
-    def prepare(self, model):
-        super().prepare(model)
-        write_out_attention(model)  # TorchTPU makes torch's own attention a kernel that only a TPU can run
+    def prepare(self, trm):
+        super().prepare(trm)
+        write_out_attention(trm)  # TorchTPU makes torch's own attention a kernel that only a TPU can run
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step
@@ -81,10 +81,10 @@ class TPUDevice(Device):
         return replay
 
     def graph_of(self, fn, state, inputs, *static):
-        """Returns fn's graph, the tensors that fn reads besides, and the structure of the graph's results.
+        """Returns a graph of fn, its constants, and the structure of its results.
 
-        Its results are the new state and those of fn. It takes the tensors of state and inputs, and then
-        those that fn reads besides, such as the buffers of the model.
+        The graph takes the tensors of state and inputs, and then the constants: tensors that fn reads without
+        receiving them, such as the model's buffers. It returns the new state and fn's results.
         """
         def step(state, inputs):
             outputs = fn(state, inputs, *static)

@@ -83,9 +83,9 @@ class XLADevice(Device):
     def vector_of_rank_0(self, vector):
         return self.all_reduce_cpu(vector if self.rank == 0 else torch.zeros_like(vector))
 
-    def prepare(self, model):
-        super().prepare(model)
-        write_out_attention(model)  # XLA makes torch's own attention slow
+    def prepare(self, trm):
+        super().prepare(trm)
+        write_out_attention(trm)  # XLA makes torch's own attention slow
 
     def compile(self, fn):
         return fn  # compile_step() compiles the whole step

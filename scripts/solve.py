@@ -92,14 +92,14 @@ def main(argv):
     except UserError as e:
         raise UserError(f"{prefix}{e}") from None
     check_questions(kind, questions, known_answers, prefix)
-    is_file = known_answers or len(questions) > 1 or output_settings.output
-    if is_file and (output_settings.steps or output_settings.plot):
+    is_table = known_answers or len(questions) > 1 or output_settings.output
+    if is_table and (output_settings.steps or output_settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # solve
     known_answers = [known_answers.get(line, "") for line in questions]
     questions = np.stack([*questions.values()])
-    if is_file:
+    if is_table:
         solve_file(settings, trm, kind, questions, known_answers, output_settings)
     else:
         solve_one(settings, trm, kind, questions[0], output_settings, path)

@@ -28,17 +28,8 @@ from types import SimpleNamespace
 
 import torch
 from fake_gcloud import ROOT, Cloud, kill_processes, processes, write_program
-from helpers import (
-    TINY,
-    draw_faults,
-    hosts,
-    same,
-    serve_bucket,
-    small_dataset,
-    start_script,
-    stored,
-    upload,
-)
+from helpers import TINY, hosts, same, small_dataset, start_script
+from servers import draw_faults, serve_bucket, stored, upload
 
 from runtime.files import complete_checkpoints, step_of
 
@@ -125,11 +116,11 @@ def preempt_twice(tpu, draw):
 def preempt_in_upload(tpu, draw):
     """Preempts the slice while requests take half a second longer, in which training goes on."""
     step = tpu.runs[-1].last + draw.randrange(INTERVAL, 3 * INTERVAL)
-    faults = tpu.front.script
-    tpu.front.script = ["slow"] * 10_000
+    faults = tpu.bucket_server.script
+    tpu.bucket_server.script = ["slow"] * 10_000
     observe_until(tpu, partial(tpu.is_past, step), f"step {step} with a slow bucket")
     preempt(tpu, draw)
-    tpu.front.script = faults
+    tpu.bucket_server.script = faults
 
 
 FAULTS = {
@@ -148,19 +139,19 @@ FAULTS = {
 def slice_with_data(folder, seed=0):
     """Yields a Slice, whose bucket holds a dataset."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    front = serve_bucket()
-    os.environ["STORAGE_EMULATOR_HOST"] = front.url
-    tpu = Slice(folder, front)
+    bucket_server = serve_bucket()
+    os.environ["STORAGE_EMULATOR_HOST"] = bucket_server.url
+    tpu = Slice(folder, bucket_server)
     try:
         upload(small_dataset(folder / "four"), "gs://bucket/data/four")
-        front.script = draw_faults(seed, 0.02)
+        bucket_server.script = draw_faults(seed, 0.02)
         yield tpu
     finally:
         del os.environ["STORAGE_EMULATOR_HOST"]
         if tpu.keep:
             tpu.keep.kill()
         kill_processes(tpu.cloud / "hosts")
-        front.server_close()
+        bucket_server.server_close()
 
 
 class Slice(Cloud):
@@ -170,14 +161,14 @@ class Slice(Cloud):
     fault struck, and the newest complete checkpoint that the bucket had then.
     """
 
-    def __init__(self, folder, front):
-        shared = dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=front.url)
+    def __init__(self, folder, bucket_server):
+        shared = dict(OMP_NUM_THREADS="1", STORAGE_EMULATOR_HOST=bucket_server.url)
         rank_0, rank_1 = hosts(2)
         super().__init__(folder, [shared | rank_1 | dict(HOST="0"), shared | rank_0 | dict(HOST="1")])
         subprocess.run(["bash", "-ec", COPY, ROOT], cwd=self.project, check=True)
         write_program(self.cloud / "host_bin/python3", PYTHON3)
         write_program(self.cloud / "bin/python3", "exit 1")  # the user's machine has no torch
-        self.front = front
+        self.bucket_server = bucket_server
         self.output = folder / "keep.txt"
         self.keep = None
         self.runs = []
@@ -192,8 +183,8 @@ class Slice(Cloud):
 
     def observe(self):
         """Tells gcloud what the bucket holds, and reads what rank 0 printed. Returns the bucket's names."""
-        with self.front.lock:
-            objects, _ = self.front.storage.get_file_list("bucket", "run/", None)
+        with self.bucket_server.lock:
+            objects, _ = self.bucket_server.storage.get_file_list("bucket", "run/", None)
         names = [item["name"].removeprefix("run/") for item in objects]
         (self.cloud / "bucket").write_text("\n".join(names))
         with suppress(OSError):
@@ -240,7 +231,7 @@ def read(path):
 def check_end(tpu, steps):
     """keep said "complete" once, at the end; so says the log in the bucket; and no process is left."""
     assert read(tpu.output).count("run: complete") == 1
-    last = json.loads(stored(tpu.front, "run/metrics.jsonl").decode().splitlines()[-1])
+    last = json.loads(stored(tpu.bucket_server, "run/metrics.jsonl").decode().splitlines()[-1])
     assert last["step"] == steps and last["final"]
     time.sleep(1)  # for what ends by itself
     assert not processes(tpu.cloud / "hosts"), "a process was left behind"
@@ -268,7 +259,7 @@ def check_weights(tpu, steps):
 
     name = f"ckpt_{steps:08d}.pt"
     expected = torch.load(out_dir / name)
-    state = torch.load(io.BytesIO(stored(tpu.front, f"run/{name}")))
+    state = torch.load(io.BytesIO(stored(tpu.bucket_server, f"run/{name}")))
     for key in ("weights", "ema", "optimizer"):
         assert same(state[key], expected[key]), f"{key}: not as without faults, stopped at {stops}"
     print(f"weights, average and moments: bit for bit those of a run without faults, stopped at {stops}")

@@ -5,6 +5,7 @@ import shutil
 
 import helpers  # it adds the project and its scripts to sys.path, for what follows
 import pytest
+import servers
 
 # isort: split
 import export
@@ -55,22 +56,22 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(data, tmp_path_factory):
+def finished(data, tmp_path_factory):
     """An uninterrupted run of 40 steps with a checkpoint every 10: (out_dir, its output)."""
     out = str(tmp_path_factory.mktemp("whole") / "run")
     return out, helpers.run(data, out, *helpers.WHOLE)
 
 
 @pytest.fixture
-def out(whole, tmp_path):
-    """A copy of the folder of `whole`."""
-    return str(shutil.copytree(whole[0], tmp_path / "copy"))
+def out(finished, tmp_path):
+    """A copy of the folder of `finished`."""
+    return str(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory):
+def build_once(tmp_path_factory):
     """A function that calls build(folder) in the first worker that asks for this name; returns the folder."""
-    def once(name, build):
+    def build_once(name, build):
         folder = tmp_path_factory.getbasetemp()
         if "PYTEST_XDIST_WORKER" in os.environ:
             folder = folder.parent  # all workers share it
@@ -81,7 +82,7 @@ def once(tmp_path_factory):
                 build(folder)
         return folder
 
-    return once
+    return build_once
 
 
 SOLVE_MODEL = [
@@ -92,13 +93,13 @@ SOLVE_MODEL = [
 
 
 @pytest.fixture(scope="session")
-def models_folder(once):
+def models_folder(build_once):
     """NAME-data/ and NAME/ of three models; model.pt and official.pt, the first of them in files.
 
     One solves most 4x4 Sudokus; one 6x6 mazes, badly; one exchanges the cells 0 and 1 of a grid of 2x3.
     houses/ is a run of examples/houses.py on the first one's data.
     """
-    return once("solve", train_models)
+    return build_once("solve", train_models)
 
 
 def train_models(path):
@@ -124,9 +125,9 @@ def train_models(path):
 
 
 @pytest.fixture(scope="session")
-def arc_folder(once):
+def arc_folder(build_once):
     """arc/, a run with its dataset arc-data/; model.pt, its file; the test tasks in tasks.json."""
-    return once("arc", train_on_arc)
+    return build_once("arc", train_on_arc)
 
 
 def train_on_arc(path):
@@ -164,15 +165,15 @@ def pyplot(monkeypatch):
 @pytest.fixture
 def hub(monkeypatch, at_once):
     """A local server instead of the hub, and no waits between attempts."""
-    with helpers.Server(helpers.Hub) as server:
+    with servers.Server(servers.Hub) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
         yield server
 
 
 @pytest.fixture
-def front(monkeypatch):
+def bucket_server(monkeypatch):
     """A server that passes requests on to an empty bucket, with faults. It stands for the cloud."""
-    server = helpers.serve_bucket()
+    server = servers.serve_bucket()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setenv("PYTHONPATH", helpers.ROOT)
     yield server

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, Hub, Server, dataset_settings, prepare, start_script, wait_for
+from helpers import ROOT, dataset_settings, prepare, start_script, wait_for
+from servers import Hub, Server
 
 import prepare_arc
 import prepare_maze

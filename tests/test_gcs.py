@@ -1,6 +1,6 @@
 """A bucket in trouble costs time and no data; one that refuses says what to do; no secret is printed.
 
-Against gcp-storage-emulator, behind a front that breaks requests as networks and servers do.
+Against gcp-storage-emulator, behind a server that breaks requests as networks and servers do.
 """
 import os
 import shutil
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from fork_server import PipedProcess
-from helpers import Hub, Server, run, stored, upload, wait_for
+from helpers import run, wait_for
+from servers import Hub, Server, stored, upload
 
 from data import Dataset
 from puzzles.download import local_dataset
@@ -24,7 +25,7 @@ CONTENT = np.random.default_rng(0).bytes(1_500_000)
 
 
 @pytest.fixture
-def bucket(front, at_once, monkeypatch):
+def bucket(bucket_server, at_once, monkeypatch):
     """A bucket that waits half a second for an answer."""
     monkeypatch.setattr(Bucket, "timeout", (10, 0.5))
     return Bucket("gs://bucket/run")
@@ -33,13 +34,13 @@ def bucket(front, at_once, monkeypatch):
 # Uploads, downloads, lists.
 
 @pytest.mark.parametrize("fault", ["short", "stall"])
-def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
+def test_an_upload_and_a_download_are_tried_again(bucket, bucket_server, fault):
     Path("file").write_bytes(CONTENT)
-    front.script = [fault, None] * 3
+    bucket_server.script = [fault, None] * 3
     bucket.write("a", CONTENT)
     bucket.write("b", Path("file"))
-    assert stored(front, "run/a") == stored(front, "run/b") == bucket.read("b") == CONTENT
-    assert not front.script
+    assert stored(bucket_server, "run/a") == stored(bucket_server, "run/b") == bucket.read("b") == CONTENT
+    assert not bucket_server.script
 
 
 @pytest.mark.parametrize("fault, faults, error, message", [
@@ -49,9 +50,9 @@ def test_an_upload_and_a_download_are_tried_again(bucket, front, fault):
     (302, 1, UserError, "status 302 .*give the account the role Storage Object Admin"),
 ])
 def test_what_a_bucket_refuses_is_the_users_error_and_not_tried_again(
-        bucket, front, fault, faults, error, message):
+        bucket, bucket_server, fault, faults, error, message):
     """The bucket would grant one more attempt."""
-    front.script = [fault] * faults
+    bucket_server.script = [fault] * faults
     with pytest.raises(error, match=f"^gs://bucket/run/a: {message}"):
         bucket.write("a", b"x")
 
@@ -91,26 +92,26 @@ def test_a_list_of_two_pages(monkeypatch):
         assert Bucket("gs://bucket/run").list() == ["a", "b"]
 
 
-def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(front, data, monkeypatch):
+def test_a_run_that_ends_with_an_error_uploads_its_last_checkpoint(bucket_server, data, monkeypatch):
     monkeypatch.setattr("optim.norm", mock.Mock(side_effect=[torch.ones(1), MemoryError]))
-    front.faults = {"ckpt_": "slow"}  # the checkpoint is on its way when the run ends
+    bucket_server.faults = {"ckpt_": "slow"}  # the checkpoint is on its way when the run ends
     with pytest.raises(UserError, match="out of memory"):
         run(data, "run", "--gcs_dir=gs://bucket/run", "--checkpoint_interval=1")
-    assert stored(front, "run/ckpt_00000001.json") == Path("run/ckpt_00000001.json").read_bytes()
-    assert stored(front, "run/log.txt")
+    assert stored(bucket_server, "run/ckpt_00000001.json") == Path("run/ckpt_00000001.json").read_bytes()
+    assert stored(bucket_server, "run/log.txt")
 
 
 # Tokens and passwords.
 
 @pytest.fixture
-def cloud_bucket(bucket, front, monkeypatch):
+def cloud_bucket(bucket, bucket_server, monkeypatch):
     """A bucket that needs the token secret, as the real service does; nothing here has one."""
     monkeypatch.delenv("CLOUDSDK_AUTH_ACCESS_TOKEN", raising=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "")
     monkeypatch.setenv("PATH", f"{os.getcwd()}:/bin")  # without gcloud
     monkeypatch.setattr(bucket_module, "METADATA_TOKEN", "http://127.0.0.1:1/token")  # nobody listens
     bucket_module.access_token.cache_clear()
-    front.token = "secret"
+    bucket_server.token = "secret"
     return bucket
 
 
@@ -127,20 +128,20 @@ def write_gcloud(commands):
     Path("gcloud").chmod(0o755)
 
 
-def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, front, metadata):
+def test_a_token_that_is_refused_is_replaced_once(cloud_bucket, bucket_server, metadata):
     """It may have expired, or have been withdrawn. Until then a VM asks its metadata server only once."""
     for _ in range(2):
         cloud_bucket.write("a", b"x")
     assert len(metadata.log) == 1
 
     # the bucket takes a new token alone, and the metadata server has it
-    front.token = "renewed"
+    bucket_server.token = "renewed"
     metadata.files["/token"] = b'{"access_token": "renewed"}'
     cloud_bucket.write("a", CONTENT)
-    assert stored(front, "run/a") == CONTENT
+    assert stored(bucket_server, "run/a") == CONTENT
 
     # the metadata server has no better one
-    front.token = "another"
+    bucket_server.token = "another"
     with pytest.raises(UserError, match="status 401 a fault, .*log in") as e:
         cloud_bucket.write("a", b"x")
     assert "renewed" not in str(e.value)  # although the answer holds it
@@ -180,22 +181,22 @@ URL = "gs://bucket/data/small"
 
 
 @pytest.fixture
-def uploaded(front, random_puzzles, monkeypatch):
+def uploaded(bucket_server, random_puzzles, monkeypatch):
     """The folder of a dataset that is at URL too; the working directory is another."""
     path = os.path.abspath(shutil.copytree(random_puzzles, "source"))
     upload(path, URL)
     Path("work").mkdir()
     monkeypatch.chdir("work")
-    front.log[:] = []
+    bucket_server.log[:] = []
     return path
 
 
-def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
+def test_one_process_of_a_host_downloads_also_after_a_kill(bucket_server, uploaded):
     download = partial(PipedProcess, local_dataset, [URL])
     # kill a process while it downloads the labels
-    front.faults = {"all__labels": "stall"}
+    bucket_server.faults = {"all__labels": "stall"}
     killed = download()
-    wait_for(lambda: not front.faults)
+    wait_for(lambda: not bucket_server.faults)
     killed.kill()
     killed.wait()
     assert set(os.listdir("data")) == {"small.lock", "small.part"}
@@ -206,12 +207,12 @@ def test_one_process_of_a_host_downloads_also_after_a_kill(front, uploaded):
     assert Dataset("data/small", "test").sha256 == Dataset(uploaded, "train").sha256
 
 
-def test_a_dataset_that_exists_is_not_replaced_by_another_one(front, uploaded, data):
+def test_a_dataset_that_exists_is_not_replaced_by_another_one(bucket_server, uploaded, data):
     assert local_dataset("/a/gs://") == "/a/gs://"
 
     # the same dataset is used as it is: its manifest is all that is downloaded
     shutil.copytree(uploaded, "data/small")
-    assert local_dataset(URL) == "data/small" and front.log == ["media"]
+    assert local_dataset(URL) == "data/small" and bucket_server.log == ["media"]
 
     # another one
     shutil.rmtree("data/small")

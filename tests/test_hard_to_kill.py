@@ -25,7 +25,6 @@ from helpers import (
     begun,
     children,
     curve,
-    draw_faults,
     flip_a_bit,
     hosts,
     last_weights,
@@ -34,9 +33,9 @@ from helpers import (
     same,
     start_script,
     start_train,
-    stored,
     wait_for,
 )
+from servers import draw_faults, stored
 
 import train
 from runtime.bucket import Bucket
@@ -53,7 +52,7 @@ def in_bucket():
     return Bucket("gs://bucket/run").list()
 
 
-def test_kills_and_lost_machines_lose_nothing(data, front):
+def test_kills_and_lost_machines_lose_nothing(data, bucket_server):
     """SIGKILL, then init_from=auto, once on a new machine; requests to the bucket fail at random."""
     # so many steps that a fast machine does not end before it is killed
     flags = ["--max_steps=120", "--checkpoint_interval=5", "--keep_last_n=2"]
@@ -62,7 +61,7 @@ def test_kills_and_lost_machines_lose_nothing(data, front):
     def start():
         return begun(start_train(data, "run", *flags, URL, "--init_from=auto"))
 
-    front.script = draw_faults(0, 0.05)
+    bucket_server.script = draw_faults(0, 0.05)
     with start():
         time.sleep(0.2)
     # killed after an upload
@@ -80,7 +79,7 @@ def test_kills_and_lost_machines_lose_nothing(data, front):
     assert int(starts[-1]) > 0
     assert same(last_weights("run"), last_weights("whole"))
     for name in ("metrics.jsonl", "ckpt_00000120.pt"):
-        assert stored(front, f"run/{name}") == Path("run", name).read_bytes()
+        assert stored(bucket_server, f"run/{name}") == Path("run", name).read_bytes()
 
 
 # Checkpoints that cannot be read.
@@ -103,7 +102,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(data, out, damage, line):
     assert "ckpt_00000035.json" in names and "ckpt_00000030.pt" not in names
 
 
-def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, front, whole):
+def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, bucket_server, finished):
     bucket = Bucket("gs://bucket/run")
     run(data, "first", *FLAGS, "--keep_last_n=4", "--max_steps=39")
     bucket.delete("ckpt_00000039.json")  # the last upload was interrupted
@@ -111,7 +110,7 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     text = run(data, "second", *FLAGS, "--init_from=auto", "--keep_last_n=9")
     assert text.count("fetching ckpt_00000030") == 3  # the transfer may have damaged it
     assert "ckpt_00000030.pt: damaged" in text and "training from step 20 to 40" in text
-    assert same(last_weights("second"), last_weights(whole[0])) and curve("second") == curve(whole[0])
+    assert same(last_weights("second"), last_weights(finished[0])) and curve("second") == curve(finished[0])
 
     # if no checkpoint of the bucket is whole, a run does not start from scratch
     for name in complete_checkpoints(bucket.list()):
@@ -120,7 +119,7 @@ def test_another_machine_uses_the_newest_whole_checkpoint_of_the_bucket(data, fr
     assert "no complete checkpoint" in text and "ckpt_00000040.pt: damaged" in text
 
 
-def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, front, monkeypatch):
+def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, bucket_server, monkeypatch):
     """A machine that finds the .json finds all else."""
     write = mock.create_autospec(Bucket.write, side_effect=Bucket.write)
     monkeypatch.setattr(Bucket, "write", write)
@@ -132,7 +131,7 @@ def test_a_checkpoint_is_uploaded_whole_and_its_json_last(data, front, monkeypat
 
 # One run: its folder, its bucket, its machine.
 
-def test_a_folder_and_a_bucket_of_two_runs_are_not_mixed(data, front, out):
+def test_a_folder_and_a_bucket_of_two_runs_are_not_mixed(data, bucket_server, out):
     other = "--gcs_dir=gs://bucket/other"
     run(data, "first", "--max_steps=5", URL)
     assert "is complete" in run(data, out, *AUTO, other)  # a first bucket for a run that had none
@@ -154,27 +153,27 @@ def test_one_process_trains_in_a_folder(data):
     assert "training from step 0" in run(data, "run", "--init_from=auto", "--max_steps=5")
 
 
-def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, front, whole):
+def test_a_file_to_begin_with_is_resumed_after_a_preemption(data, bucket_server, finished):
     """tpu.sh keep repeats the same command, on a new disk."""
-    again = [*FLAGS, f"--init_from={whole[0]}/ckpt_00000040.pt"]
+    again = [*FLAGS, f"--init_from={finished[0]}/ckpt_00000040.pt"]
     assert "training from step 0 to 20" in run(data, "first", *again, "--max_steps=20")
     assert "training from step 20 to 40" in run(data, "second", *again)
     # the file has moved since
-    shutil.copy(f"{whole[0]}/ckpt_00000040.pt", "moved.pt")
+    shutil.copy(f"{finished[0]}/ckpt_00000040.pt", "moved.pt")
     assert "is complete" in run(data, "second", *FLAGS, "--init_from=moved.pt")
     # another file
     with pytest.raises(UserError, match="holds a run"):
-        run(data, "second", *FLAGS, f"--init_from={whole[0]}/best.pt")
+        run(data, "second", *FLAGS, f"--init_from={finished[0]}/best.pt")
 
 
 # Stops.
 
-def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, front):
+def test_a_stop_leaves_its_checkpoint_in_the_bucket(data, bucket_server):
     """A cleaner has removed out_dir, the bucket fails twice, and two signals come, as under sweep.py."""
     with begun(start_train(data, "run", *ENDLESS, "--checkpoint_interval=0", URL)) as process:
         wait_for(lambda: "step 1:" in Path("run/log.txt").read_text())
         shutil.rmtree("run")
-        front.script = [503] * 2
+        bucket_server.script = [503] * 2
         os.kill(process.pid, signal.SIGINT)
         with begun(process, "saving and stopping"):
             process.terminate()
@@ -287,8 +286,8 @@ def test_ctrl_c_while_a_dataset_is_made(data):
     assert not os.path.exists("data") and "prepare_sudoku.py: stopped" in text
 
 
-def test_a_stop_ends_the_attempts_at_a_request(data, front):
-    front.script = [503] * 1000
+def test_a_stop_ends_the_attempts_at_a_request(data, bucket_server):
+    bucket_server.script = [503] * 1000
     with begun(start_train(data, "run", URL), "trying again in 2 s") as process:
         process.terminate()
         process.output(3, timeout=10)
@@ -303,22 +302,22 @@ def test_ranks_end_with_torchruns_agent(data):
 
 # A bucket in trouble.
 
-def test_an_unavailable_bucket_does_not_stop_training(data, front, whole):
+def test_an_unavailable_bucket_does_not_stop_training(data, bucket_server, finished):
     """A run that is complete here, but not in the bucket, ends with 1: a restart uploads the rest."""
     out = "run"
     with begun(start_train(data, out, *FLAGS, "--log_interval=1")) as process:
-        front.denied = ("insert", "list", "media")
+        bucket_server.denied = ("insert", "list", "media")
         text = process.output(1)
     assert text.count("upload failed") == text.count("not complete") == 1, text
-    assert same(last_weights(out), last_weights(whole[0]))
-    front.denied = ()
+    assert same(last_weights(out), last_weights(finished[0]))
+    bucket_server.denied = ()
     assert "is complete at step 40" in run(data, out, *FLAGS, "--init_from=auto")
     assert "ckpt_00000040.json" in in_bucket()
 
 
-def test_a_bucket_that_refuses_is_wrong_input(data, front):
+def test_a_bucket_that_refuses_is_wrong_input(data, bucket_server):
     """Here nothing can be replaced: a retention policy, or a role without storage.objects.delete."""
-    front.denied = ("DELETE",)
+    bucket_server.denied = ("DELETE",)
     text = run(data, "run", *FLAGS, code=2)
     assert re.search("gs://bucket/run/.probe: status 403 .* without a retention policy", text)
     assert not os.path.exists("run")
@@ -326,7 +325,7 @@ def test_a_bucket_that_refuses_is_wrong_input(data, front):
 
 # Disks.
 
-def test_what_a_run_did_not_make_stays_where_it_is(data, front):
+def test_what_a_run_did_not_make_stays_where_it_is(data, bucket_server):
     run(data, "run", "--max_steps=2")
     Path("run/thesis.tmp").touch()
     for file in ("ckpt_00000003.pt.tmp", "ckpt_00000003.json.tmp", "best.pt.tmp"):  # a kill left them
@@ -390,7 +389,7 @@ def test_ranks_that_differ_end_before_the_first_step(data, random_puzzles):
     assert list(Path().rglob("run.json")) == []
 
 
-def test_two_hosts_of_which_one_has_the_files(data, front):
+def test_two_hosts_of_which_one_has_the_files(data, bucket_server):
     """Rank 1 gets rank 0's weights and step, and makes its own dataset. Both upload what they evaluate."""
     prepare = f"{ROOT}/prepare_sudoku.py --output_dir=data/new {DATA}"
     flags = ["--data_path=data/new/", f"--data_prepare={prepare}", "--eval_save_outputs=preds", URL]
@@ -402,7 +401,7 @@ def test_two_hosts_of_which_one_has_the_files(data, front):
     assert "eval_00000010.2.npz" not in in_bucket()
 
 
-def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, front):
+def test_rank_0_on_another_host_does_not_begin_again_or_further_back(data, bucket_server):
     """torchrun may number the hosts anew. With a bucket, the newest checkpoint is there."""
     run(data, "host1/run", *SHALLOW)
     # rank 0 has an older one

@@ -118,7 +118,7 @@ def set_variables(variables, monkeypatch):
     ("RANK= WORLD_SIZE= LOCAL_RANK=x", devices.Place()),
     (f"{ADDRESS} SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 PET_NNODES=1:1", devices.Place()),
     (f"{ADDRESS} RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 {TASKS}",
-     devices.Place(1, 2, 1, 1, joins=True)),
+     devices.Place(1, 2, 1, 1, must_join=True)),
 ])
 def test_the_place_that_an_environment_names(variables, place, monkeypatch):
     set_variables(variables, monkeypatch)

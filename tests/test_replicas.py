@@ -263,4 +263,4 @@ def test_a_stop_of_one_rank_in_an_evaluation_stops_all(data, two):
     time.sleep(1)
     ranks[1].terminate()
     texts = [rank.output(3, timeout=40) for rank in ranks]
-    assert "evaluation stopped; a resume starts it again" in texts[0]
+    assert "evaluation stopped; the same command starts it again" in texts[0]

@@ -81,7 +81,7 @@ def test_what_a_flag_or_a_file_says_wins_and_is_logged(data):
     assert saved()["weight_decay"] == 0.5 and saved()["data_path"] == data
 
 
-def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(front):
+def test_a_machine_with_an_empty_disk_takes_the_settings_of_the_bucket(bucket_server):
     """It does not take data_prepare: a checkpoint may be a stranger's, and must execute no command."""
     bucket = "--gcs_dir=gs://bucket/run"
     prepare = f"--data_prepare=prepare_sudoku.py {DATA} --output_dir=data"  # beside train.py

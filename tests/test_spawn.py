@@ -13,10 +13,10 @@ from helpers import (
     in_new_process,
     start_script,
     start_train,
-    stored,
     wait_for,
     xla_environment,
 )
+from servers import stored
 
 from runtime.xla_environment import name_all_processes
 
@@ -99,9 +99,9 @@ def test_a_replica_that_breaks_ends_the_run(fork, words, data):
     assert words in text and "a replica died, see above if it said why; to continue: " in text
 
 
-def test_a_preemption_saves_and_uploads_within_30_seconds(data, front):
+def test_a_preemption_saves_and_uploads_within_30_seconds(data, bucket_server):
     """SIGTERM reaches all processes of a host at once; each answer of the bucket takes half a second."""
-    front.script.extend(["slow"] * 1000)
+    bucket_server.script.extend(["slow"] * 1000)
     process = start(data, APART, "--max_steps=100000", "--checkpoint_interval=0",
                     "--gcs_dir=gs://bucket/run")
     with begun(process):
@@ -113,7 +113,7 @@ def test_a_preemption_saves_and_uploads_within_30_seconds(data, front):
     assert time.monotonic() - began < 30, text
     for rank in "01":
         [saved] = [path.name for path in Path(f"run{rank}").glob("ckpt_*.pt")]
-        assert stored(front, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text
+        assert stored(bucket_server, f"run{rank}/{saved}") and f"stopped at step {int(saved[5:13])}" in text
 
 
 # The topology variables, from which torch_xla's own function makes those of each process.

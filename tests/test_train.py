@@ -36,8 +36,8 @@ from runtime.log import listed
 
 # A run
 
-def test_a_run_logs_evaluates_and_saves(whole):
-    out, text = whole
+def test_a_run_logs_evaluates_and_saves(finished):
+    out, text = finished
     saved = [os.path.basename(path) for path in checkpoint_paths(out)]
     assert saved == [f"ckpt_000000{step}.pt" for step in (40, 30, 20, 10)]
     assert {"train/exact_accuracy", "train/lr", "train/grad_norm", "perf/step_time"} <= lines(out)[1].keys()
@@ -98,11 +98,11 @@ def test_a_resume_equals_no_interruption(data, flags):
     check_resume(data, "whole", interrupted("whole", "run"), 30, *flags)
 
 
-def test_a_run_killed_in_its_first_checkpoint_begins_again(data, whole):
-    out = interrupted(whole[0], "run")
+def test_a_run_killed_in_its_first_checkpoint_begins_again(data, finished):
+    out = interrupted(finished[0], "run")
     for name in set(os.listdir(out)) - {"best.pt", "best.json", "ckpt_00000010.pt"}:
         os.remove(f"{out}/{name}")
-    check_resume(data, whole[0], out, 0)
+    check_resume(data, finished[0], out, 0)
 
 
 def test_a_resume_makes_up_for_an_evaluation_that_was_stopped(data, monkeypatch):
@@ -161,32 +161,32 @@ def test_a_complete_run_says_so_and_evaluates_again(data, out):
     assert shapes == dict(indices=(40,), inputs=(40, 16), preds=(40, 16), q_halt_logits=(40,))
 
 
-def test_an_export_has_the_official_names_and_loads_back(data, whole):
+def test_an_export_has_the_official_names_and_loads_back(data, finished):
     """test_solve.py exports an official file."""
-    export.main([whole[0], "model.pt"])
+    export.main([finished[0], "model.pt"])
     official = torch.load("model.pt", weights_only=True)["weights"]
-    average = {"_orig_mod.model.inner." + name: t for name, t in newest(whole[0])["ema"].items()}
+    average = {"_orig_mod.model.inner." + name: t for name, t in newest(finished[0])["ema"].items()}
     assert same(official, average)
 
     # it scores the same, without a batch of training puzzles; out_dir cannot be made, which is a warning
     torch.save(official, "official.pt")
     text = run(data, "official.pt/x", "--init_from=official.pt", "--eval_only", "--epochs=0")
-    values = {name: value for name, value in lines(whole[0])[-1].items() if name.startswith("eval/")}
+    values = {name: value for name, value in lines(finished[0])[-1].items() if name.startswith("eval/")}
     assert f"step 0 | evaluation: {listed(values)}\n" in text
 
     # training can start from a file, at step 0, and evaluates it first; a run that was killed does so again
     begin = "--init_from=model.pt", "--max_steps=5", "--eval_interval=9"
     run(data, "tuned", *begin)
-    assert curve("tuned")[5] < curve(whole[0])[5]
+    assert curve("tuned")[5] < curve(finished[0])[5]
     assert curve("tuned", "eval/loss")[0] == values["eval/loss"]
     remove("tuned", "ckpt_*")
     run(data, "tuned", *begin)
     assert [line["step"] for line in lines("tuned") if "eval/loss" in line] == [0, 5]
 
 
-def test_frozen_weights_are_the_average_and_stay_as_they_are(data, whole):
-    average = newest(whole[0])["ema"]
-    run(data, "run", f"--init_from={checkpoint_paths(whole[0])[0]}", "--freeze_weights", "--max_steps=2")
+def test_frozen_weights_are_the_average_and_stay_as_they_are(data, finished):
+    average = newest(finished[0])["ema"]
+    run(data, "run", f"--init_from={checkpoint_paths(finished[0])[0]}", "--freeze_weights", "--max_steps=2")
     tuned = newest("run")
     for name in average.keys() - {"puzzle_emb.weights"}:
         torch.testing.assert_close(tuned["ema"][name], average[name])
@@ -194,12 +194,12 @@ def test_frozen_weights_are_the_average_and_stay_as_they_are(data, whole):
     assert not torch.equal(tuned["ema"]["puzzle_emb.weights"], average["puzzle_emb.weights"])
 
 
-def test_an_export_needs_a_checkpoint_alone(whole):
-    export.main([f"{whole[0]}/best.pt", "best.pt"])
+def test_an_export_needs_a_checkpoint_alone(finished):
+    export.main([f"{finished[0]}/best.pt", "best.pt"])
     best = torch.load("best.pt", weights_only=True)
     assert best["step"] == 16 and "--lr=0.002" in best["command"] and "init_from" not in best["command"]
     with pytest.raises(UserError, match="best.pt: must be a new file in a folder that exists"):
-        export.main([whole[0], "best.pt"])
+        export.main([finished[0], "best.pt"])
 
 
 def test_lines_of_progress_need_no_terminal(monkeypatch):
@@ -210,9 +210,9 @@ def test_lines_of_progress_need_no_terminal(monkeypatch):
     assert stderr.write.called
 
 
-def test_evaluation_does_not_change_training(data, whole):
+def test_evaluation_does_not_change_training(data, finished):
     run(data, "run", *WHOLE, "--eval_interval=0")
-    assert same(last_weights("run"), last_weights(whole[0]))
+    assert same(last_weights("run"), last_weights(finished[0]))
 
 
 def test_torch_compile_trains_the_same_curve_on_the_cpu(data, monkeypatch):
