@@ -87,14 +87,15 @@ def test_datasets_of_the_official_builder_load(official, real):
 
 
 @pytest.mark.parametrize("name, change, message", [
-    ("inputs", lambda array: array + 1, "vocab_size"),
-    ("group_indices", lambda array: np.insert(array, 1, array[1]), "groups without a version"),
+    ("inputs", lambda array: array + 1, "dataset.json does not fit vocab_size"),
+    ("group_indices", lambda array: np.insert(array, 1, array[1]), "does not fit groups without a version"),
+    ("group_indices", lambda array: array[:1], "has no examples"),
 ])
 def test_arrays_that_do_not_fit_are_named(name, change, message, official):
     """test_wrong_input.py has more damage."""
     path = official / f"train/all__{name}.npy"
     np.save(path, change(np.load(path)))
-    with pytest.raises(UserError, match=f"dataset.json does not fit {message}: build it again"):
+    with pytest.raises(UserError, match=f"{message}: build it again"):
         Dataset(official, "train")
 
 

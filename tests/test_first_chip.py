@@ -74,11 +74,11 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
     assert "\nwaits: left out, it needs " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limit, code", [(0.3, 1), (0.4, 0)])
-def test_losses_are_compared_by_step(limit, code):
+@pytest.mark.parametrize("loss, limit, code", [("2", 0.3, 1), ("2", 0.4, 0), ("NaN", 0.4, 1)])
+def test_losses_are_compared_by_step(loss, limit, code):
     """The other run has a line of step 0 too, which is compared with none."""
     other = '{"step": 0, "train/loss": 5}\n{"step": 1, "train/loss": 3}'
-    for run, text in ("a", '{"step": 1, "train/loss": 2}'), ("b", other):
+    for run, text in ("a", f'{{"step": 1, "train/loss": {loss}}}'), ("b", other):
         Path(run).mkdir()
         Path(run, "metrics.jsonl").write_text(text)
     done = subprocess.run([sys.executable, f"{ROOT}/scripts/compare.py", "a", "b", str(limit)])
