@@ -114,7 +114,8 @@ def find_newest(settings):
     out_dir = settings.out_dir
     bucket = None
     if settings.gcs_dir:
-        from runtime.bucket import Bucket, pull
+        from runtime.bucket import Bucket
+        from runtime.mirror import pull
         bucket = Bucket(settings.gcs_dir, STOP.is_set)
         bucket.check(write=not settings.eval_only)
 
@@ -253,7 +254,7 @@ class Checkpoints:
             if self.start.is_resume and best["step"] <= self.start.step:
                 self.best_score = float(self.score(best["metrics"]))
         if self.settings.gcs_dir:
-            from runtime.bucket import Mirror
+            from runtime.mirror import Mirror
             self.mirror = Mirror(self)
 
     def save(self, step, metrics, name=""):
