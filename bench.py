@@ -24,10 +24,9 @@ import train
 from configurator import From0, Rule
 from puzzles.writer import write_dataset
 from runtime import process
-from runtime.device import peak_flops
 from runtime.engines import check_batch_size, choose_device, open_device, spawner
 from runtime.errors import reporting_full_memory
-from runtime.flops import flops_per_example
+from runtime.flops import flops_per_example, peak_flops
 
 
 class Settings:
@@ -182,7 +181,7 @@ def main(argv):
     """Measures on this machine's device."""
     bench_settings, operands, train_arguments = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + train_arguments)
-    train.check_settings(settings)
+    train.check_start_settings(settings)
     device_type, reason = choose_device(settings.device)
 
     print(f"device {device_type}: {reason}; the first steps can take minutes", flush=True)

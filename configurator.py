@@ -286,7 +286,7 @@ def take_settings(names, settings):
 # Forks. They cannot be undone, so only one configure() of a process may run them.
 
 def is_fork(tree):
-    """Returns True if a config file calls new() or imports a module of ours; tree: its syntax tree."""
+    """Returns True if a config file calls new() or imports one of REPLACEABLE; tree: its syntax tree."""
     modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -217,7 +217,7 @@ class Dataset:
         groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in own_positions])
         # two draws for a sequence, the second unused: one would change the batches of the runs in records/
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
-        return self._batch(random_members(self.group_indices, groups, draws), members=0)
+        return self._batch(draw_versions(self.group_indices, groups, draws), members=0)
 
     def test_batch(self, indices):
         """Returns the batch of the examples with these indices; see train_batch."""
@@ -346,7 +346,7 @@ def draw_examples(dataset, seed, epoch):
     # draw a version of each group
     rng = generator(seed, EXAMPLE, epoch)
     version_draws, fixed_draws = rng.random((2, len(groups)))
-    versions = random_members(dataset.group_indices, example_groups, version_draws[example_groups])
+    versions = draw_versions(dataset.group_indices, example_groups, version_draws[example_groups])
 
     # one example of each group, drawn at random, stays in place; translation_draws move the others
     fixed_members = (fixed_draws * dataset.group_sizes).astype(int)
@@ -355,10 +355,10 @@ def draw_examples(dataset, seed, epoch):
     return versions, members % dataset.num_examples[versions], translation_draws
 
 
-def random_members(indices, groups, draws):
-    """Draws a member of each group [b]: group i has indices[i]:indices[i + 1]; draws [b]: from 0 to 1."""
-    start = indices[groups]
-    count = indices[groups + 1] - start
+def draw_versions(group_indices, groups, draws):
+    """Draws a version of each group, [b]; draws [b]: from 0 to below 1."""
+    start = group_indices[groups]
+    count = group_indices[groups + 1] - start
     return start + (draws * count).astype(int)
 
 

@@ -87,9 +87,9 @@ class Evaluator:
         batch = dict(sequences=sequences, answers=slots["answers"])
         if self.model.has_puzzle_emb:
             batch["puzzle_rows"] = inputs["puzzle_emb"][sequences["puzzle_identifiers"]]
-        _, (new, values) = self.device.for_each_micro_batch(
+        _, (new_slots, values) = self.device.for_each_micro_batch(
             self.step_slots, {}, weights, batch, self.micro_batch_size)
-        tree_map(torch.Tensor.copy_, slots, new)
+        tree_map(torch.Tensor.copy_, slots, new_slots)
         return values
 
     def step_slots(self, weights, micro_batch):
@@ -232,7 +232,7 @@ class Queue:
                 result["surest_preds"] = attempt.turned_back(result["surest_preds"])
                 self.record(attempt, result)
 
-    def record(self, attempt, new):
+    def record(self, attempt, result):
         """Records what counts of an attempt's results, and tries again if no answer is sure."""
         puzzle = attempt.puzzle
         results = self.results
@@ -241,11 +241,11 @@ class Queue:
         # the first attempt sets all results; a later one sets only the surest answer, if its own is surer
         names = ()
         if attempt.symmetry is None:
-            names = results.keys() & new.keys()
-        elif new["surest_q_halt_logits"] > surest[puzzle]:
+            names = results.keys() & result.keys()
+        elif result["surest_q_halt_logits"] > surest[puzzle]:
             names = SUREST
         for name in names:
-            results[name][puzzle] = new[name]
+            results[name][puzzle] = result[name]
         results["attempts"][puzzle] += 1
 
         # an unsure puzzle waits for an attempt at another copy, if there is one

@@ -155,7 +155,7 @@ def count_steps(settings, examples_per_epoch):
 
 
 def evaluation_due(settings, examples_per_epoch, step):
-    """Returns True if the last of `step` steps crossed a multiple of eval_interval epochs, or step is 0."""
+    """Returns True if the last of `step` steps crossed a multiple of eval_interval epochs."""
     # count examples and not steps: the number of puzzles need not divide into batches
     interval = settings.eval_interval * examples_per_epoch
     examples = step * settings.global_batch_size

@@ -4,8 +4,8 @@
     python prepare_sudoku.py --train_csv=A --test_csv=B   columns question,answer, perhaps rating
     python prepare_sudoku.py --source=generate --size=6   minimal 6x6 puzzles
 
-In files, an empty cell is . or 0. From your own files, the script leaves out repeated puzzles and puzzles
-with several solutions. puzzles/sudoku.py has the generator and the copies.
+In files, an empty cell is one of . 0 _ * ?. From your own files, the script leaves out repeated puzzles and
+puzzles with several solutions. puzzles/sudoku.py has the generator and the copies.
 """
 import functools
 

@@ -49,7 +49,7 @@ def train(data, out, *flags, **env):
 
 
 def test_train_resume_evaluate_solve(data, tmp_path):
-    """With attention. A machine with torch_xla resumes on it."""
+    """Trains with attention, resumes (on torch_xla if it is installed), evaluates, and solves a puzzle."""
     out = tmp_path / "out"
     flags = "--mlp_t=False", "--pos_encodings=rope"
     train(data, out, *flags, "--max_steps=40")

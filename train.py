@@ -30,7 +30,7 @@ import optim
 import puzzles
 from configurator import Above0, From0, From0Below1, From0To1, Rule, one_of
 from runtime import checkpoint, errors, process
-from runtime.checkpoint import check_settings
+from runtime.checkpoint import check_start_settings
 from runtime.engines import check_batch_size, check_ranks, choose_device, open_device, spawner
 from runtime.errors import TransientError, UserError, check_values, one_line
 from runtime.files import duration, newest_complete
@@ -352,7 +352,7 @@ def forward_backward(run, cycles, weights, micro_batch):
     with torch.enable_grad():
         result = run.supervision_step(
             leaves, micro_batch["sequences"], puzzle_rows, micro_batch["min_halt_steps"], cycles)
-        check_values(result.values, run.state["log_sums"], len(micro_batch["min_halt_steps"]))
+        check_values(result.values, [*run.state["log_sums"]], len(micro_batch["min_halt_steps"]))
         grads = torch.autograd.grad(result.values["loss"].sum(), parameters, materialize_grads=True)
 
     # micro-batches add up in float32
@@ -437,7 +437,7 @@ def train_loop(run, train_set, test_set, log, checkpoints, start, total_steps):
             break
         step += 1
         restart_watchdog(settings.stall_timeout)
-        # a step of another depth has compiled
+        # the first step at a depth, which may compile, is left out of the rates
         if cycles != last_cycles:
             log.first_step(step, cycles, stops)
             last_cycles = cycles
@@ -487,7 +487,7 @@ def check_finite(settings, what, *values):
 
 def train_and_evaluate(run, train_set, test_set, log, checkpoints, start, total_steps):
     """Trains, saves, evaluates and uploads; returns True once all of that is done. All ranks."""
-    settings = log.settings
+    settings = log.settings  # as asked for; run.settings has the dtype of this device
     is_complete = start.step == total_steps and "final" in start.evaluation
     if is_complete:
         log.print0(f"{settings.out_dir} is complete at step {start.step}: --eval_only evaluates it again, "
@@ -621,9 +621,8 @@ def spawned_replica(settings, device_type):
 
 
 def main(settings):
-    """Checks the settings, and runs a replica on each device."""
-    # before anything takes time; a checkpoint's have been checked when its run began
-    check_settings(settings)
+    """Checks how the run begins, and runs a replica on each device."""
+    check_start_settings(settings)  # before anything takes time
     # from here on a signal requests a stop
     with process.contained():
         device_type, reason = choose_device(settings.device)

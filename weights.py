@@ -40,8 +40,8 @@ def load_model(path, cells=0, defaults=None):
         defaults: {name: value} of settings that the file may lack, which are newer than it or a fork's.
 
     The model also has what the file says: task, what puzzles/__init__.py calls a task; test_puzzles, 100 or
-    fewer as a batch; forks, those that trained it; the step; data_sha256, the dataset's. Raises ValueError
-    for a damaged file, for one of the official code, and for weights that do not fit.
+    fewer as a batch; forks, those that trained it; the step; data_sha256, the dataset's. Raises ValueError or
+    UserError for a damaged file, for one of the official code, and for weights that do not fit.
     """
     saved = read_file(path)
     if "task" not in saved:

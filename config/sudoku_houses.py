@@ -2,8 +2,8 @@
 # records/houses.md.
 #     OMP_NUM_THREADS=1 python train.py config/sudoku_houses.py --compile=on
 # 53 minutes of one thread (AVX512, float32), 1.4e14 FLOP. Seeds 0 to 2 solve 97.6, 77.3 and 98.6% of 1000
-# generated 9x9 puzzles after 16 steps, and all of 500 with eval_patience 2. Making the puzzles takes 13
-# minutes of 2 cores before.
+# generated 9x9 puzzles after 16 steps, and all of 500 with --eval_patience=2 --eval_halt_max_steps=256.
+# Making the puzzles takes 13 minutes of 2 cores before.
 # Copies by symmetry would change nothing for this network, so the puzzles have none.
 run("sudoku_cpu.py")
 run("../examples/houses.py")

@@ -4,9 +4,9 @@ A task is a dict: "kind", "grid" ([rows, columns]) and "symbols", a character fo
 It stands in a dataset's manifest.json and a checkpoint's "task". Questions and answers are tokens [n, cells].
 A token is the index of its symbol in task["symbols"]; Kind.empty is the token of an empty cell.
 
-A kind is a class. The class Kind is for puzzles whose rules are not known: their answers are compared with
-the known answers. Sudoku, mazes and ARC have classes in this folder. A fork may add a class of its own to
-KINDS, as examples/coloring.py does.
+task["kind"] is a name, KINDS has its class, and kind_of(task) is an instance, which code calls kind. Sudoku,
+mazes and ARC have classes in this folder. The class Kind is for puzzles whose rules are not known: their
+answers are compared with the known ones. A fork may add a class to KINDS, as examples/coloring.py does.
 """
 import math
 import pkgutil

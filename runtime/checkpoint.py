@@ -32,10 +32,10 @@ from runtime.process import STOP
 from runtime.saved import read_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------
-# Where a run begins, in the order of the calls: check_settings() before there are replicas, then each replica
-# calls open_start(), settings_of() and check_hosts()
+# Where a run begins, in the order of the calls: check_start_settings() before there are replicas, then
+# open_start(), settings_of() and check_hosts() in each replica
 
-def check_settings(settings):
+def check_start_settings(settings):
     """Raises UserError for settings of a command with which no start can be found."""
     if settings.out_dir.startswith(("gs://", "~")):
         raise UserError(f"--out_dir={settings.out_dir}: must be a folder of this machine, written out; "
@@ -203,7 +203,7 @@ class Checkpoints:
         self.out_dir = settings.out_dir
         self.score = score
         self.say = say
-        self.newest = checkpoint_name(start.step)  # the last good checkpoint; a new run has none yet
+        self.newest = checkpoint_name(start.step)  # the last good checkpoint; step 0 needs none
         self.run_id = start.run_id or secrets.token_hex(4)
         self.is_written = True
         self.best_score = -1.0

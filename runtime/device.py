@@ -24,29 +24,6 @@ LONG = 5  # seconds after which a request to stop drops the rest of a step
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ADDRESS_TIMEOUT = 20  # seconds in which the name MASTER_ADDR must get an address; a cluster's may come late
-# The bfloat16 FLOP/s of a chip, with float32 sums and without sparsity, for perf/mfu. Sources are Google's
-# page of each TPU, NVIDIA's data sheets (from the L4 on they say "with sparsity", which is halved here), and
-# NVIDIA's papers on the architectures of GeForce cards. "H100" and "H200" mean the SXM modules.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5litepod": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v6e": 918e12,
-    "TPU v7": 1153.5e12,  # of one of a TPU7x's two cores: each is a device
-    "RTX 4090": 165e12,
-    "RTX 5090": 209.5e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "B200": 2250e12,
-}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -172,7 +149,7 @@ class Device:
         return "float32", f"no instructions for 16-bit numbers were found on {self.name}"
 
     def put(self, tree):
-        """Copies a tree of arrays and tensors to the device."""
+        """Returns a tree of arrays and tensors on the device; on the CPU they may share their memory."""
         def put_one(x):
             x = torch.as_tensor(x)
             if self.type == "cuda" and x.device.type == "cpu":
@@ -371,12 +348,3 @@ def flatten(tree):
         return tree_unflatten(views, structure)
 
     return vector, restore
-
-
-def peak_flops(device):
-    """Returns the FLOP/s of a chip as its maker states them, or None."""
-    # names are whole words, since an L40 is no L4; the longest one counts, since an H100 PCIe is no H100.
-    # "Laptop" and "D" after a GeForce's name make it a slower card, and "MIG" names a part of one.
-    chips = [chip for chip in PEAK_FLOPS if re.search(rf"\b{chip}\b(?! Laptop| D\b|.* MIG )", device.name)]
-    if chips:
-        return PEAK_FLOPS[max(chips, key=len)]

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from runtime import files
-from runtime.device import peak_flops
 from runtime.errors import UserError, one_line
+from runtime.flops import peak_flops
 from runtime.process import restart_watchdog
 
 SLOW = 30  # seconds of a step that is reported before its end, and between its lines

@@ -64,7 +64,7 @@ def main(argv):
     """Prints the figures of both steps. Raises UserError if one does not compile or fit."""
     aot_settings, operands, flags = configurator.split_arguments(Settings, argv)
     settings = configurator.configure(train.Settings, operands + flags)
-    train.check_settings(settings)
+    train.check_start_settings(settings)
     if not all(map(importlib.util.find_spec, ("libtpu", "jax"))):
         raise UserError("the TPU compiler is missing: see --help")
 

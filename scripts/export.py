@@ -80,7 +80,7 @@ def write_model(source, target, train_arguments):
 
     # the settings of the training, unless this command says otherwise
     settings = configure(train.Settings, train_arguments)
-    train.check_settings(settings)
+    train.check_start_settings(settings)
     recipe = train.recipe(saved.get("settings", {}))
     settings.fill(recipe)
     if "test_puzzles" not in saved:

@@ -83,7 +83,7 @@ def main(argv):
     prefix, text, known_answers = read_source(source)
     [path] = models_given or [choose_model(text)]
     trm, settings = load(path, train_arguments, output_settings.cells)
-    # the weights may fit puzzles of another size, of which the text decides
+    # the weights may fit several sizes: the text decides which
     kind = taking(weights.fitting_kinds(trm), text) or kind_of(trm.task)
     if trm.sizes["seq_len"] != kind.cells:
         trm, settings = load(path, train_arguments, kind.cells)

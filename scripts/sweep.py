@@ -114,7 +114,7 @@ class StudyRun:
                 own_folder = os.path.join(folder, self.name)
                 setattr(settings, setting, own_folder)
                 arguments.append(f"--{setting}={own_folder}")
-        train.check_settings(settings)
+        train.check_start_settings(settings)
         self.settings = settings
         self.metrics = f"{settings.out_dir}/metrics.jsonl"
         self.command = [os.path.relpath(train.__file__), *arguments]

@@ -4,7 +4,7 @@
 
 The slice has two hosts (folders) with one rank each; rank 0 lives on host 1. Its shells, processes and
 checkpoints are real: train.py on the CPU, with gloo. The bucket is gcp-storage-emulator behind the proxy of
-helpers.py, which fails one request in fifty. The same run without faults follows. The exit code is 0 if the
+servers.py, which fails one request in fifty. The same run without faults follows. The exit code is 0 if the
 run completed with the weights that it would have had without faults, never restarted before the newest
 complete checkpoint of the bucket, and left no process.
 """

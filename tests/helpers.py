@@ -59,7 +59,7 @@ def run(data, out, *flags, code=0):
     if code or any(flag.endswith(".py") and f"{ROOT}/config" not in flag for flag in flags):
         return start_train(data, out, *flags).output(code)
     settings = configurator.configure(train.Settings, arguments(data, out, *flags))
-    train.check_settings(settings)
+    train.check_start_settings(settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train.replica(settings, settings.device)
     return printed.getvalue()

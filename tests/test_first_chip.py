@@ -49,7 +49,7 @@ def test_the_other_parts_use_settings_that_there_are(device, monkeypatch):
     assert len(commands) == 8
     for command in commands:
         _, operands, flags = configurator.split_arguments(bench.Settings, command)
-        train.check_settings(configurator.configure(train.Settings, operands + flags))
+        train.check_start_settings(configurator.configure(train.Settings, operands + flags))
 
 
 COMMANDS = """

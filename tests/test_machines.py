@@ -18,7 +18,7 @@ import configurator
 import optim
 import train
 from runtime import device as devices
-from runtime import engines, errors
+from runtime import engines, errors, flops
 
 
 def settings_of(*flags):
@@ -68,7 +68,7 @@ def test_a_user_without_a_name_can_compile(monkeypatch):
     ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ("TPU v5litepod-8", 197)])
 def test_the_peak_is_that_of_the_very_chip(name, tflops):
-    peak = devices.peak_flops(SimpleNamespace(name=name))
+    peak = flops.peak_flops(SimpleNamespace(name=name))
     assert peak == (tflops and tflops * 1e12)
 
 
