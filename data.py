@@ -215,7 +215,7 @@ class Dataset:
 
         # Sudoku and mazes: a group brings one example, of a version that the step draws
         groups = np.concatenate([draw_groups(self, seed, epoch)[own] for epoch, own in own_positions])
-        # two draws for a sequence, the second unused: one would change the batches of the runs in records/
+        # the second draw of a sequence is unused: without it, batches would not be those of records/
         draws = generator(seed, EXAMPLE, step).random((batch_size, 2))[own_slice, 0]
         return self._batch(draw_versions(self.group_indices, groups, draws), members=0)
 

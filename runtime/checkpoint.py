@@ -203,7 +203,7 @@ class Checkpoints:
         self.out_dir = settings.out_dir
         self.score = score
         self.say = say
-        self.newest = checkpoint_name(start.step)  # the last good checkpoint; step 0 needs none
+        self.newest = checkpoint_name(start.step)  # the last good checkpoint; step 0 counts as saved
         self.run_id = start.run_id or secrets.token_hex(4)
         self.is_written = True
         self.best_score = -1.0

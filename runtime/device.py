@@ -19,7 +19,7 @@ from runtime.errors import UserError, one_line
 from runtime.files import to_stderr
 from runtime.process import STOP, StepDropped, end_with_parent, start_thread
 
-CPU_FLOP = 1e11  # most of a micro-batch on a CPU: two cores take 2 to 15 seconds
+CPU_FLOP = 1e11  # most FLOP of a micro-batch on a CPU: two cores take 2 to 15 seconds
 LONG = 5  # seconds after which a request to stop drops the rest of a step
 # The environment variables that tell a replica where the others are.
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

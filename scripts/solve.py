@@ -160,7 +160,7 @@ def solve_one(settings, trm, kind, question, output_settings, path):
         question: tokens [cells].
     """
     steps = [*weights.watch(settings, trm, question)]
-    # of equally confident answers, the last one of the first attempt counts
+    # if several answers are equally confident, the last one of the first attempt counts
     best = max(steps, key=lambda step: (step.confidence, -step.attempt, step.number))
 
     # the question and the answers

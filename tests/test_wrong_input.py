@@ -116,6 +116,7 @@ TRAIN = {
     # values
     "--micro_batch_size=3": "micro_batch_size 3 must divide the 4 sequences of a replica",
     "--lr=nan": "lr must be above 0 | not nan",
+    "--help --lrr=1": "unknown setting lrr",
     "--beta1=1": "beta1 must be from 0 to below 1 | not 1.0",
     "--hidden_size=1000000": "memory",
     "--gcs_dir=bucket/run": "'bucket/run' | gs://bucket/folder",
