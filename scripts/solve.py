@@ -91,7 +91,7 @@ def main(argv):
         questions = parse(kind.task, text)
     except UserError as e:
         raise UserError(f"{prefix}{e}") from None
-    check_questions(kind, questions, known_answers, prefix)
+    check_questions(kind, questions, prefix)
     is_table = known_answers or len(questions) > 1 or output_settings.output
     if is_table and (output_settings.steps or output_settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
@@ -134,13 +134,8 @@ def read_source(source):
         return prefix, f.read(), {}
 
 
-def check_questions(kind, questions, known_answers, prefix):
-    """Raises UserError for a row without a question, and for a puzzle without a solution.
-
-    Args: see read_source and puzzles.text.parse.
-    """
-    for line in sorted(known_answers.keys() - questions.keys()):
-        raise UserError(f"{prefix}line {line}: no question")
+def check_questions(kind, questions, prefix):
+    """Raises UserError for a puzzle without a solution. Args: see read_source and puzzles.text.parse."""
     counts = kind.num_solutions(np.stack([*questions.values()]))
     for line, count in zip(questions, counts):
         if count == 0:
