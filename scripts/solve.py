@@ -57,7 +57,7 @@ class Settings:
     # output
     steps = False  # show the answers after several supervision steps, and how sure the halting head is
     plot = ""  # draw the answer: FILE.png, or FILE.gif with a frame for each step; needs matplotlib
-    output = ""  # write the answers to this new .csv, with certainty, attempts, step and result
+    output = ""  # write the answers to this new .csv, with confidence, attempts, step and result
     # puzzles
     cells: From0 = 0  # of each; 0: as many as the model's; models with attention take mazes of any size
 
@@ -261,7 +261,7 @@ def solve_file(settings, trm, kind, questions, known_answers, output_settings):
     columns = dict(
         question=map(kind.text, questions),
         answer=map(kind.text, answers),
-        certainty=sigmoid(results["surest_q_halt_logits"]).round(4),
+        confidence=sigmoid(results["surest_q_halt_logits"]).round(4),
         attempts=results["attempts"],
         step=results["surest_steps"].astype(int),
         result=verdicts,

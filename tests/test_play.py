@@ -405,7 +405,7 @@ def test_one_model_answers_every_size_in_the_terminal_and_in_the_page(browser, m
             steps = browser.solve()
             kept = steps[browser.js("kept()[1] - 1")]
             assert sum(map(str.__ne__, kept["answer"], row["answer"])) <= 1
-            assert abs(kept["sure"] - float(row["certainty"])) < 1e-4
+            assert abs(kept["sure"] - float(row["confidence"])) < 1e-4
             # it ends after two of three steps if the first answer stays
             assert len(steps) == 3 - (steps[0]["answer"] == steps[1]["answer"])
             all_num_steps.add(len(steps))

@@ -140,7 +140,7 @@ def test_a_file_of_puzzles_is_solved_as_in_a_notebook(run_solve, evaluation, mon
     assert [row["question"] for row in rows] == questions
     assert [row["answer"] for row in rows] == answers
     assert [row["result"] == "right" for row in rows] == list(map(str.__eq__, answers, labels))
-    assert [float(row["certainty"]) for row in rows] == pytest.approx(sure, abs=1e-3)
+    assert [float(row["confidence"]) for row in rows] == pytest.approx(sure, abs=1e-3)
     assert len({row["attempts"] for row in rows}) > 2
     with pytest.raises(UserError, match="b.csv: must be a new file"):
         solve_rows(run_solve, "sudoku", ["question", *questions])
