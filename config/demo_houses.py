@@ -11,13 +11,11 @@ data_prepare = (
     f" --output_dir={data_path}"
 )
 out_dir = "out/demo_houses"
-max_steps = 600
+max_steps = 700
 global_batch_size = 32
 curriculum_epochs = 0
 L_cycles = 4
 halt_max_steps = 16
-halt_exploration_prob = 0.5
-halt_exploration_prob_end = 1.0  # in the end, sequences run on after they are solved
 weight_decay = 0.01
 beta2 = 0.99
 eval_patience = 0

@@ -52,7 +52,7 @@ class Run(train.Run):
         self.other_sequences = None
 
     def build_other_model(self, dataset):
-        """Builds the model of the second size, which has no weights of its own."""
+        """Builds the model of the second size; train_step gives it the weights of run.state."""
         self.other_model = train.new_model(self.settings, dataset)
         self.other_model.load_state_dict(self.buffers(), strict=False)
         self.device.prepare(self.other_model)

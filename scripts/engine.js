@@ -86,7 +86,7 @@ class TRM {
 
 // The network of examples/houses.py: a row of x, z_L and z_H belongs to a digit of a cell, [S * K, D].
 // settings: with the seq_len and the vocab_size of the question. units: see UnitBlock.
-class HouseTRM extends TRM {
+class UnitTRM extends TRM {
   constructor(settings, weights, units) {
     super({...settings, units, num_digits: settings.vocab_size - 2}, weights);
     this.length = settings.seq_len * this.settings.num_digits;

@@ -68,7 +68,7 @@ function network_of(task) {
   const settings = {...model.settings, seq_len: cells_of(task), vocab_size: task.symbols.length};
   if (!("L_level.layers.0.across_lines.weight" in weights)) return new TRM(settings, weights);
   const units = units_of(task), num_lines = task.grid[0] + task.grid[1];
-  return new HouseTRM(settings, weights, {lines: units.slice(0, num_lines), boxes: units.slice(num_lines)});
+  return new UnitTRM(settings, weights, {lines: units.slice(0, num_lines), boxes: units.slice(num_lines)});
 }
 
 // Returns the sizes of a model's puzzles, {grid, symbols}; tasks may be there several times.

@@ -84,16 +84,27 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
 
 def see_ends():
     trm = example("houses", Sudoku.new_task(4), "--halt_max_steps=8").train()
-    questions = np.random.default_rng(0).integers(1, 6, (9, 16))
-    for step in range(8):
-        ends = supervision_step(trm, questions, step).sequences["halted"]
-        alone = [supervision_step(trm, question[None], step).sequences["halted"] for question in questions]
-        assert torch.cat(alone).equal(ends)
-        if step == 5:
-            assert ends.any() > ends.all()
+    questions = np.random.default_rng(0).integers(1, 6, (20, 16))
+    # after which step each sequence ends if no answer is sure, and if all are
+    ends = {}
+    for is_sure in False, True:
+        torch.nn.init.constant_(trm.q_head.bias, 1e9 if is_sure else -1e9)
+        halted = np.stack([halts_after(trm, questions, step) for step in range(1, 9)])
+        ends[is_sure] = 1 + halted.argmax(0)
+    assert {*ends[False]} == {4, 5, 6, 7, 8}
+    # some run on to their last step
+    runs_on = ends[True] == ends[False]
+    assert 0 < runs_on.sum() < 10 and (ends[True][~runs_on] == 1).all()
+    # a sequence ends alone as it does in a batch
+    assert np.concatenate([halts_after(trm, question[None], 5) for question in questions]).tolist() == [
+        *halts_after(trm, questions, 5)]
 
 
-def test_where_an_unsolved_sequence_ends_does_not_depend_on_its_micro_batch():
+def halts_after(trm, questions, step):
+    return supervision_step(trm, questions, step - 1).sequences["halted"].numpy()
+
+
+def test_where_a_sequence_ends_in_training_follows_from_its_puzzle():
     in_new_process(see_ends)
 
 
