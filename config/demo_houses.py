@@ -1,7 +1,7 @@
 # 6x6 Sudoku by a small network that is told which cells share a row, a column or a box: records/houses.md.
 #     OMP_NUM_THREADS=1 python train.py config/demo_houses.py
-# 99.0 to 99.3% of 1000 unseen puzzles after 16 steps (seeds 0 to 2). Training takes 35 to 39 s of one thread
-# with AVX512, and all of the command 53 s.
+# 99.1 to 99.4% of 1000 unseen puzzles after 16 steps (seeds 0 to 2). Training takes 44 to 46 s of one thread
+# with AVX512, and all of the command 60 to 68 s.
 run("demo.py")
 run("../examples/houses.py")
 run("../examples/soap.py")
