@@ -62,8 +62,8 @@ def load_model(path, cells=0, defaults=None):
         trm = model.TRM(settings, **sizes, task=kind.task)
         load_weights(trm, saved.get("ema") or saved["weights"])
     except ValueError as e:
-        forks = ", ".join(saved["forks"]) or "no fork"
-        raise ValueError(f"{path}: {e}; it was trained with {forks}") from None
+        forks = ", ".join(map(" ".join, saved["forks"].items())) or "no fork"
+        raise ValueError(f"{path}: {e}; it was trained with {forks}: run the same texts before") from None
 
     # add what the file says
     for name in ("test_puzzles", "forks", "step", "data_sha256"):

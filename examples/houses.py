@@ -116,11 +116,12 @@ class UnitTRM(model.TRM):
 
     def losses(self, logits, q_halt, labels, solved):
         values = super().losses(logits, q_halt, labels, solved)
+        cell_loss = model.LOSSES[self.settings.loss_type]
         passes = self.passes
         self.passes = []
         for z in passes:
             scores, _ = self.answer(dict(z_H=z))
-            loss = bounded_loss(self.settings, scores.float(), labels)
+            loss = cell_loss(self.settings, scores.float(), labels)
             values["loss"] = values["loss"] + loss / len(passes)
         return values
 

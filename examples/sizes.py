@@ -11,6 +11,7 @@ import copy
 import data
 import train
 from runtime.errors import UserError
+from weights import fits_every_size
 
 new(
     other_data_path="data/sudoku-6x6-3k",  # the second dataset, as data_path
@@ -53,6 +54,9 @@ class Run(train.Run):
 
     def build_other_model(self, dataset):
         """Builds the model of the second size; train_step gives it the weights of run.state."""
+        if self.device.captures_steps or not fits_every_size(self.model):
+            raise UserError("examples/sizes.py needs a network whose weights fit every size, as houses.py's "
+                            "do, and a CPU or a CUDA GPU")
         self.other_model = train.new_model(self.settings, dataset)
         self.other_model.load_state_dict(self.buffers(), strict=False)
         self.device.prepare(self.other_model)

@@ -39,7 +39,7 @@ def soap(settings, rates, w, g, m, v, gram0=None, gram1=None, basis0=None, basis
     m.lerp_(g, 1 - settings.beta1)
     v.lerp_((basis0.T @ g @ basis1).square(), 1 - settings.beta2)
     root = (v / rates["bias_correction2"]).sqrt()
-    # 1e-8: a direction without gradient has rounding alone, and must not move
+    # 1e-8: a direction that has no gradient at all must not move
     direction = torch.atan2(basis0.T @ m @ basis1, root + 1e-8)
     step_size = rates["lr"] / rates["bias_correction1"]
     optim.descend(settings, rates, w, basis0 @ direction @ basis1.T, step_size)

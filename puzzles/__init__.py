@@ -129,7 +129,8 @@ class Kind:
         Sudoku. Raises UserError if there are none.
         """
         if not self.unit_shapes:
-            raise UserError(f"puzzles of kind {self.task['kind']!r} have no units: prepare_csv.py --units")
+            raise UserError(f"puzzles of kind {self.task['kind']!r} have no units; prepare_csv.py --units "
+                            "gives them to puzzles of a CSV file")
         # a division numbers its units from left to right, then from top to bottom
         row, column = np.divmod(np.arange(self.cells), self.columns)
         divisions = []

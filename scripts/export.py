@@ -160,9 +160,6 @@ def page_content(path, train_arguments):
     if problem:
         raise UserError(f"{path}: {problem}: a page cannot compute it, scripts/solve.py can")
     kind = kind_of(trm.task)
-    kinds = weights.fitting_kinds(trm)
-    # a TRM's page shows all steps; a model that fits every size says when an answer is final
-    patience = settings.eval_patience if weights.fits_every_size(trm) else 0
 
     # the test puzzles as text
     puzzles = []
@@ -186,14 +183,15 @@ def page_content(path, train_arguments):
         "symbols": kind.symbols[1:],
         "depth": settings.eval_halt_max_steps or settings.halt_max_steps,
         "attempts": settings.eval_attempts,
-        "patience": patience,
+        # a TRM's page shows all steps; a model that fits every size says when an answer is final
+        "patience": settings.eval_patience if weights.fits_every_size(trm) else 0,
         "sure": evaluate.SURE,
         "parameters": trm.num_parameters(),
         "training_step": trm.step,
     }
     return dict(
         run=run,
-        tasks=[kind.task for kind in kinds],
+        tasks=[kind.task for kind in weights.fitting_kinds(trm)],
         puzzles=puzzles,
         settings=network | trm.sizes | {"prefix": trm.prefix},
         weights=matrices,

@@ -74,7 +74,7 @@ def main(argv):
     *models_given, source = operands
 
     # the new files
-    for path in filter(None, [output_settings.plot, output_settings.output]):
+    for path in output_settings.plot, output_settings.output:
         check_new_file(path)
     if output_settings.plot[-4:] not in ("", ".png", ".gif"):
         raise UserError(f"--plot={output_settings.plot}: must be a .png or a .gif")
@@ -86,23 +86,27 @@ def main(argv):
     # the weights may fit several sizes: the text decides which
     kind = taking(weights.fitting_kinds(trm), text) or kind_of(trm.task)
     if trm.sizes["seq_len"] != kind.cells:
-        trm, settings = load(path, train_arguments, kind.cells)
+        trm = load_model(file_of(path), kind.cells, vars(settings))
     try:
         questions = parse(kind.task, text)
     except UserError as e:
-        raise UserError(f"{prefix}{e}") from None
-    check_questions(kind, questions, prefix)
+        raise UserError(f"{prefix}{e}; some models take other sizes, one at a time") from None
+    tokens = np.stack([*questions.values()])
+    for line, count in zip(questions, kind.num_solutions(tokens)):
+        if count == 0:
+            raise UserError(f"{prefix}line {line}: the puzzle has no solution")
+        if count > 1:
+            to_stderr(f"warning: line {line}: the puzzle has more than one solution")
     is_table = known_answers or len(questions) > 1 or output_settings.output
     if is_table and (output_settings.steps or output_settings.plot):
         raise UserError("--steps and --plot show one puzzle: not a .csv, not several, not with --output")
 
     # solve
-    known_answers = [known_answers.get(line, "") for line in questions]
-    questions = np.stack([*questions.values()])
     if is_table:
-        solve_file(settings, trm, kind, questions, known_answers, output_settings)
+        known_answers = [known_answers.get(line, "") for line in questions]
+        solve_file(settings, trm, kind, tokens, known_answers, output_settings)
     else:
-        solve_one(settings, trm, kind, questions[0], output_settings, path)
+        solve_one(settings, trm, kind, tokens[0], output_settings, path)
 
 
 def check_new_file(path):
@@ -134,14 +138,6 @@ def read_source(source):
         return prefix, f.read(), {}
 
 
-def check_questions(kind, questions, prefix):
-    """Raises UserError for a puzzle without a solution. Args: see read_source and puzzles.text.parse."""
-    counts = kind.num_solutions(np.stack([*questions.values()]))
-    for line, count in zip(questions, counts):
-        if count == 0:
-            raise UserError(f"{prefix}line {line}: the puzzle has no solution")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Solving
 
@@ -165,9 +161,8 @@ def solve_one(settings, trm, kind, question, output_settings, path):
     print(kind.text(best.answer))
     # the verdict, and how the answer came about
     sureness = "sure" if best.confidence >= evaluate.SURE else "not sure"
-    verdict = kind.verdict(question, best.answer)
-    effort = f"{len(steps)} steps, attempts: {steps[-1].attempt}"
-    print(f"{verdict} ({best_grid[0]}; {sureness} after {effort}; {path})")
+    print(f"{kind.verdict(question, best.answer)} ({best_grid[0]}; {sureness} after {len(steps)} steps, "
+          f"attempts: {steps[-1].attempt}; {path})")
     if output_settings.plot:
         is_animation = output_settings.plot.endswith(".gif")
         draw(output_settings.plot, kind, question, grids if is_animation else [best_grid])
@@ -218,10 +213,9 @@ def draw(path, kind, question, grids):
         ax = figure.add_subplot(title=title, xlim=(0, columns), ylim=(rows, 0), aspect="equal")
         ax.set_axis_off()
         # the cells
-        symbols = list(kind.text(tokens).replace(".", " "))
         colors = np.select([broken, question != kind.empty], ["salmon", "lightgray"], "white")
         table = ax.table(
-            cellText=np.reshape(symbols, kind.grid),
+            cellText=np.reshape([*kind.text(tokens).replace(".", " ")], kind.grid),
             cellColours=np.reshape(colors, kind.grid),
             cellLoc="center",
             bbox=[0, 0, 1, 1],

@@ -73,13 +73,16 @@ def test_a_run_on_two_sizes_resumes_with_the_same_bits():
     assert same(last_weights("resumed"), last_weights("whole"))
     # a resume on another second dataset is refused
     text = run("data6", "resumed", *flags, "--other_data_path=data6", "--init_from=auto", code=2)
-    assert "was trained on another dataset" in text
+    assert "was trained on other data" in text
 
     # without the other size the weights are others
     run("data6", "alone", *flags, "--other_interval=100")
     assert not same(last_weights("alone"), last_weights("whole"))
 
     run("data4", "four", *flags, "--init_from=whole/ckpt_00000007.pt")
+    # TRM has weights of its own for each size
+    text = run("data6", "trm", forks[2], "--other_data_path=data4", "--max_steps=2", code=2)
+    assert "needs a network whose weights fit every size" in text
 
 
 def see_ends():
@@ -106,6 +109,21 @@ def halts_after(trm, questions, step):
 
 def test_where_a_sequence_ends_in_training_follows_from_its_puzzle():
     in_new_process(see_ends)
+
+
+def see_losses():
+    trm = example("houses", Sudoku.new_task(4), "--loss_type=softmax_cross_entropy", "--L_cycles=1").train()
+    questions = np.random.default_rng(0).integers(2, 6, (20, 16))
+    sequences, values, *_ = supervision_step(trm, questions)
+    # the one pass
+    scores, _ = trm.answer(dict(z_H=sequences["latents"]["z_L"]))
+    expected = torch.nn.functional.cross_entropy(scores.mT, torch.from_numpy(questions), reduction="none")
+    of_pass = values["loss"] - values["lm_loss"] - 0.5 * values["q_halt_loss"]
+    torch.testing.assert_close(of_pass, expected.mean(1), check_dtype=False, rtol=1e-4, atol=1e-4)
+
+
+def test_each_pass_has_the_loss_of_loss_type():
+    in_new_process(see_losses)
 
 
 def see_units():

@@ -81,7 +81,7 @@ def test_a_fork_solves_and_is_named_without_its_file(data):
     text = start_script("solve", ["run", fork, question, "--eval_halt_max_steps=3"]).output()
     assert "not sure after 3 steps" in text
     text = start_script("solve", ["run", question]).output(2)
-    assert "it was trained with rsm.py" in text
+    assert re.search(r"it was trained with rsm.py \w{8}: run the same texts before", text)
 
 
 @pytest.mark.parametrize("question, name", [
@@ -92,6 +92,16 @@ def test_a_puzzle_alone_takes_the_model_of_its_size_and_says_which(run_solve, qu
 
 def test_a_puzzle_of_any_other_size_takes_the_model_for_every_size():
     assert solve.choose_model("." * 256).name == "sudoku.pt"
+
+
+def test_a_model_of_another_fork_says_so_once():
+    """The model is built twice: for the size in the file, and for the puzzle's."""
+    saved = torch.load(f"{ROOT}/models/sudoku.pt")
+    saved["forks"]["sizes.py"] = "00000000"
+    torch.save(saved, "other.pt")
+    text = start_script("solve", ["other.pt", "." * 16, "--eval_halt_max_steps=1"]).output()
+    assert text.count("warning: trained with the fork sizes.py 00000000") == 1
+    assert text.count("warning: line 1: the puzzle has more than one solution") == 1
 
 
 class Code:
