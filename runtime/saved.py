@@ -113,8 +113,8 @@ def check_run(start, saved, settings, train_set, attention):
     """Raises UserError if the run cannot go on with this model and dataset."""
     path = start.path
     if saved["data_sha256"] != train_set.sha256:
-        raise UserError(f"{path} was trained on other data than {settings.data_path}, or than a "
-                        "fork's other dataset here: choose those, or another --out_dir")
+        raise UserError(f"{path} was trained on other data than {settings.data_path} (or than a "
+                        "fork's second dataset): choose that, or another --out_dir")
     optimizer = start.saved_settings["optimizer"]
     if optimizer != settings.optimizer:
         raise UserError(f"{path} was trained with optimizer={optimizer}: another --out_dir with "
