@@ -3,7 +3,7 @@
 #     OMP_NUM_THREADS=1 python train.py config/sudoku_houses.py --compile=on
 # 53 minutes of one thread (AVX512, float32), 1.4e14 FLOP. Seeds 0 to 2 solve 98.0, 98.2 and 95.5% of 1000
 # generated 9x9 puzzles after 16 steps, and 99.8, 99.8 and 99.4% of 500 with --eval_patience=2
-# --eval_halt_max_steps=256.
+# --eval_halt_max_steps=256. With two layers, as in config/record.py, they solve 98.1, 99.0 and 98.3%.
 # Making the puzzles takes 13 minutes of 2 cores before.
 # Copies by symmetry would change nothing for this network, so the puzzles have none.
 run("sudoku_cpu.py")
