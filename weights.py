@@ -63,7 +63,7 @@ def load_model(path, cells=0, defaults=None):
         load_weights(trm, saved.get("ema") or saved["weights"])
     except ValueError as e:
         forks = ", ".join(map(" ".join, saved["forks"].items())) or "no fork"
-        raise ValueError(f"{path}: {e}; it was trained with {forks}: run the same texts before") from None
+        raise ValueError(f"{path}: {e}; it was trained with {forks}, and needs the same here") from None
 
     # add what the file says
     for name in ("test_puzzles", "forks", "step", "data_sha256"):

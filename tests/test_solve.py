@@ -81,7 +81,7 @@ def test_a_fork_solves_and_is_named_without_its_file(data):
     text = start_script("solve", ["run", fork, question, "--eval_halt_max_steps=3"]).output()
     assert "not sure after 3 steps" in text
     text = start_script("solve", ["run", question]).output(2)
-    assert re.search(r"it was trained with rsm.py \w{8}: run the same texts before", text)
+    assert re.search(r"it was trained with rsm.py \w{8}, and needs the same here", text)
 
 
 @pytest.mark.parametrize("question, name", [
