@@ -129,7 +129,7 @@ class Kind:
         Sudoku. Raises UserError if there are none.
         """
         if not self.unit_shapes:
-            raise UserError(f"puzzles of kind {self.task['kind']!r} have no units; see prepare_csv.py --units")
+            raise UserError(f"{self.task['kind']!r} puzzles have no units; see prepare_csv.py --units")
         # a division numbers its units from left to right, then from top to bottom
         row, column = np.divmod(np.arange(self.cells), self.columns)
         divisions = []
